@@ -1,0 +1,315 @@
+"""An ONNX file with every float lifted to float64, run on the CPU.
+
+Lifted means: initializers, constants, inputs and outputs keep their values but are float64, and an attribute that
+names a narrower
+float dtype (a cast's target, a norm's or softmax's stash type, a fill's dtype) names float64. Integers, booleans and
+the quantised
+types stay; an operator that exists in float32 only (quantisation, non-maximum suppression) stands between casts.
+
+ONNX Runtime runs the lifted model with its optimizer off when it has a float64 kernel for every operator; otherwise the
+reference evaluator of the onnx package does (slower, and exact enough in float64: what it gets wrong is half
+precision).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.parity.ulp import Array
+
+_NARROW = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+_NARROW_CODES = {int(dtype) for dtype in _NARROW}
+_DOUBLE = int(ir.DataType.DOUBLE)
+
+# attributes that hold an element type
+_DTYPE_ATTRIBUTES = ("to", "dtype", "output_datatype", "stash_type", "softmax_precision")
+
+# the attribute's default is FLOAT: it must be written out to become DOUBLE
+_DEFAULTS_TO_FLOAT = {
+    "LayerNormalization": "stash_type",
+    "RMSNormalization": "stash_type",
+    "RandomNormal": "dtype",
+    "RandomUniform": "dtype",
+    "SequenceEmpty": "dtype",
+    "HannWindow": "output_datatype",
+    "HammingWindow": "output_datatype",
+    "BlackmanWindow": "output_datatype",
+}
+
+# operators whose schemas know float32 but not float64: all their float operands are cast down, and results up
+_FLOAT32_ONLY = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "NonMaxSuppression"}
+
+# single operands that must be float32 whatever the data is
+_FLOAT32_OPERANDS = {"Resize": (1, 2), "Upsample": (1,)}
+
+_INLINE_BYTES = 1024  # smaller initializers travel inside the model: ONNX Runtime wants some as constants
+
+
+class OnnxProgram:
+    """The lifted model of one file.
+
+    Attributes:
+        engine: what runs it, in words.
+        inputs: names in the file's order; ``outputs`` likewise.
+    """
+
+    def __init__(self, path: Path) -> None:
+        model = load(path)
+        self.inputs = [str(value.name) for value in model.graph.inputs]
+        self.outputs = [str(value.name) for value in model.graph.outputs]
+        arrays = lift(model)
+        proto = ir.to_proto(model)
+        session = _ort_session(proto, arrays)
+        if session is not None:
+            self.engine = "ONNX Runtime's float64 kernels, optimizer off"
+            self._run = session.run
+        else:
+            self.engine = "the onnx package's reference evaluator in float64"
+            self._run = _evaluator(proto, arrays, path).run
+
+    def run(self, feeds: dict[str, Array]) -> list[Array]:
+        """Outputs in the file's order, floats in float64, from feeds of any float dtype."""
+        missing = [name for name in self.inputs if name not in feeds]
+        if missing:
+            raise InputError(f"no array for input {missing[0]!r}; the model takes {', '.join(self.inputs)}")
+        return list(self._run(None, {name: _widen(feeds[name]) for name in self.inputs}))
+
+
+def load(path: Path) -> ir.Model:
+    """Read ``path``; an unreadable file is an InputError."""
+    try:
+        return ir.load(path)
+    except FileNotFoundError:
+        raise InputError(f"no such file: {path}") from None
+    except (OSError, ValueError, TypeError, ir.passes.PassError) as error:
+        raise InputError(f"{path} is not a readable ONNX file: {error}") from error
+
+
+def lift(model: ir.Model) -> dict[str, Array]:
+    """Lift ``model`` in place; returns the large float64 initializers by name, external ones to the model."""
+    arrays: dict[str, Array] = {}
+    for graph in _graphs(model):
+        for value in graph.initializers.values():
+            _lift_initializer(value, arrays if graph is model.graph else None)
+    for value in [*model.graph.inputs, *model.graph.outputs]:
+        if value.dtype in _NARROW:
+            value.type = ir.TensorType(ir.DataType.DOUBLE)
+    for owner in _owners(model):
+        for node in list(ir.traversal.RecursiveGraphIterator(owner)):
+            _lift_node(node)
+    kept = {id(value) for value in [*model.graph.inputs, *model.graph.outputs]}
+    for owner in _owners(model):
+        for node in ir.traversal.RecursiveGraphIterator(owner):
+            _forget_types([value for value in node.outputs if id(value) not in kept])
+    return arrays
+
+
+def _owners(model: ir.Model) -> list[ir.Graph | ir.Function]:
+    return [model.graph, *model.functions.values()]
+
+
+def _graphs(model: ir.Model) -> Iterable[ir.Graph]:
+    yield model.graph
+    for owner in _owners(model):
+        for node in ir.traversal.RecursiveGraphIterator(owner):
+            for attribute in node.attributes.values():
+                if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref():
+                    yield attribute.as_graph()
+                elif attribute.type == ir.AttributeType.GRAPHS and not attribute.is_ref():
+                    yield from attribute.as_graphs()
+
+
+def _forget_types(values: Sequence[ir.Value]) -> None:
+    for value in values:
+        value.type = None
+        value.shape = None
+
+
+def _lift_initializer(value: ir.Value, arrays: dict[str, Array] | None) -> None:
+    tensor = value.const_value
+    if tensor is None:
+        return
+    name = str(value.name)
+    if tensor.dtype not in _NARROW:
+        value.const_value = ir.tensor(np.ascontiguousarray(tensor.numpy()), dtype=tensor.dtype, name=name)
+        return
+    wide = _widen(tensor.numpy())
+    value.type = ir.TensorType(ir.DataType.DOUBLE)
+    if arrays is None or wide.nbytes <= _INLINE_BYTES:
+        value.const_value = ir.tensor(wide, name=name)
+        return
+    arrays[name] = wide
+    shape = ir.Shape(wide.shape)
+    value.const_value = ir.ExternalTensor("lifted", 0, wide.nbytes, ir.DataType.DOUBLE, shape=shape, name=name)
+
+
+def _lift_node(node: ir.Node) -> None:
+    _lift_attributes(node)
+    if node.domain not in ("", "ai.onnx"):
+        return
+    if node.op_type == "Constant":
+        _lift_constant(node)
+    elif node.op_type == "ConstantOfShape":
+        fill = node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1, np.float32)
+        node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_widen(fill)))
+    elif node.op_type in _FLOAT32_ONLY:
+        _isolate(node, range(len(node.inputs)), results=True)
+    elif node.op_type in _FLOAT32_OPERANDS:
+        _isolate(node, _FLOAT32_OPERANDS[node.op_type], results=False)
+    default = _DEFAULTS_TO_FLOAT.get(node.op_type)
+    if default and default not in node.attributes:
+        node.attributes[default] = ir.AttrInt64(default, _DOUBLE)
+
+
+def _lift_attributes(node: ir.Node) -> None:
+    for name in _DTYPE_ATTRIBUTES:
+        attribute = node.attributes.get(name)
+        if attribute is None or attribute.is_ref() or attribute.type != ir.AttributeType.INT:
+            continue
+        if attribute.as_int() in _NARROW_CODES:
+            node.attributes[name] = ir.AttrInt64(name, _DOUBLE)
+
+
+def _lift_constant(node: ir.Node) -> None:
+    for name in ("value", "value_float", "value_floats"):
+        attribute = node.attributes.get(name)
+        if attribute is None or attribute.is_ref():
+            continue
+        array = attribute.as_tensor().numpy() if name == "value" else np.asarray(attribute.value, np.float64)
+        node.attributes.pop(name)
+        node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_widen(array)))
+
+
+def _isolate(node: ir.Node, positions: Iterable[int], results: bool) -> None:
+    """Cast the float operands of ``node`` at ``positions`` to float32, and its float results to float64."""
+    for position in positions:
+        value = node.inputs[position] if position < len(node.inputs) else None
+        if value is None or not _was_float(value):
+            continue
+        cast = ir.node("Cast", [value], attributes={"to": int(ir.DataType.FLOAT)})
+        assert node.graph is not None
+        node.graph.insert_before(node, cast)
+        node.replace_input_with(position, cast.outputs[0])
+    for output in [value for value in node.outputs if results and _was_float(value)]:
+        cast = ir.node("Cast", [output], attributes={"to": _DOUBLE})
+        assert node.graph is not None
+        node.graph.insert_after(node, cast)
+        for user, position in [use for use in output.uses() if use.node is not cast]:
+            user.replace_input_with(position, cast.outputs[0])
+
+
+def _was_float(value: ir.Value) -> bool:
+    return value.dtype is None or value.dtype in _NARROW or value.dtype == ir.DataType.DOUBLE
+
+
+def _widen(array: Any) -> Array:
+    array = np.asarray(array)
+    narrow = array.dtype in (np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
+    return np.ascontiguousarray(array.astype(np.float64) if narrow else array).reshape(array.shape)
+
+
+def _ort_session(proto: onnx.ModelProto, arrays: dict[str, Array]) -> Any:
+    """A session of ONNX Runtime's float64 kernels, or None where one is missing."""
+    try:
+        import onnxruntime as ort
+        from onnxruntime.capi import onnxruntime_pybind11_state as state
+    except ImportError:
+        return None
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 4
+    if arrays:
+        values = [ort.OrtValue.ortvalue_from_numpy(array) for array in arrays.values()]
+        options.add_external_initializers(list(arrays), values)
+    try:
+        return ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except (state.NotImplemented, state.Fail, state.InvalidGraph, state.InvalidArgument):
+        return None
+
+
+def _evaluator(proto: onnx.ModelProto, arrays: dict[str, Array], path: Path) -> ReferenceEvaluator:
+    class Evaluator(ReferenceEvaluator):
+        def retrieve_external_data(self, initializer: onnx.TensorProto) -> np.ndarray[Any, Any]:
+            return arrays[initializer.name]
+
+    try:
+        return Evaluator(proto, new_ops=list(_OWN_OPERATORS))
+    except (NotImplementedError, FileNotFoundError, RuntimeError, TypeError) as error:
+        raise InputError(f"{path} has no float64 truth: {error}".splitlines()[0]) from error
+
+
+def _mean(x: Array, axis: int) -> Array:
+    return np.asarray(np.mean(x, axis=tuple(range(axis % x.ndim, x.ndim)), keepdims=True))
+
+
+def _rms(x: Array, scale: Array, axis: int, epsilon: float) -> Array:
+    return np.asarray(x / np.sqrt(_mean(x * x, axis) + epsilon) * scale)
+
+
+class LayerNormalization(OpRun):
+    """The standard operator; the onnx package's own refuses a float64 stash."""
+
+    op_domain = ""
+
+    def _run(
+        self,
+        X: Array,
+        Scale: Array,
+        B: Array | None = None,
+        axis: int = -1,
+        epsilon: float = 1e-5,
+        stash_type: int = 1,
+    ) -> tuple[Array, ...]:
+        mean = _mean(X, axis)
+        centred = X - mean
+        inverse = 1.0 / np.sqrt(_mean(centred * centred, axis) + epsilon)
+        return (centred * inverse * Scale + (0.0 if B is None else B), mean, inverse)[: len(self.onnx_node.output)]
+
+
+class RMSNormalization(OpRun):
+    """The standard operator of opset 23, whatever its stash type."""
+
+    op_domain = ""
+
+    def _run(self, X: Array, scale: Array, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1) -> tuple[Array]:
+        return (_rms(X, scale, axis, epsilon),)
+
+
+class SimplifiedLayerNormalization(OpRun):
+    """What ONNX Runtime's optimizer writes for an RMSNorm, in the default domain though in no standard."""
+
+    op_domain = ""
+
+    def _run(self, X: Array, scale: Array, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1) -> tuple[Array]:
+        return (_rms(X, scale, axis, epsilon),)
+
+
+class SkipSimplifiedLayerNormalization(OpRun):
+    """The residual sum and the norm after it, of ONNX Runtime's contrib domain."""
+
+    op_domain = "com.microsoft"
+
+    def _run(
+        self, X: Array, skip: Array, gamma: Array, bias: Array | None = None, epsilon: float = 1e-5
+    ) -> tuple[Array, ...]:
+        total = X + skip + (0.0 if bias is None else bias)
+        empty = np.zeros(0)
+        return (_rms(total, gamma, -1, epsilon), empty, empty, total)[: len(self.onnx_node.output)]
+
+
+_OWN_OPERATORS = (
+    LayerNormalization,
+    RMSNormalization,
+    SimplifiedLayerNormalization,
+    SkipSimplifiedLayerNormalization,
+)
