@@ -1,0 +1,186 @@
+// rmsnorm_cpu: picks an instruction set, decides on streaming stores, and deals rows out to the caller's threads.
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <atomic>
+
+#include "../rms_norm.h"
+#include "rows.h"
+
+namespace rmsnorm_simd {
+namespace {
+
+struct Isa {
+  const char* name;
+  RowsFn (*rows)(const rmsnorm_args& args, bool stream);
+  bool (*here)();
+};
+
+bool always() { return true; }
+
+#if defined(RMSNORM_CPU_X86)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("f16c");
+}
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+#endif
+
+// Best first.
+const Isa kIsas[] = {
+#if defined(RMSNORM_CPU_X86)
+    {"avx512", avx512_rows, has_avx512},
+    {"avx2", avx2_rows, has_avx2},
+#elif defined(RMSNORM_CPU_NEON)
+    {"neon", neon_rows, always},
+#endif
+    {"generic", generic_rows, always},
+};
+
+const Isa* best() {
+  for (const Isa& isa : kIsas) {
+    if (isa.here()) return &isa;
+  }
+  return nullptr;
+}
+
+// The one named; the best for nullptr and ""; nullptr where it is not to be had.
+const Isa* named(const char* name) {
+  if (!name || !*name) return best();
+  for (const Isa& isa : kIsas) {
+    if (strcmp(isa.name, name) == 0 && isa.here()) return &isa;
+  }
+  return nullptr;
+}
+
+const Isa* initial() {
+  const Isa* wanted = named(getenv("RMSNORM_CPU_ISA"));
+  return wanted ? wanted : best();
+}
+
+std::atomic<const Isa*>& current() {
+  static std::atomic<const Isa*> isa{initial()};
+  return isa;
+}
+
+// Outputs of this size or more are written past the caches: they would not fit, and a plain store first reads the line
+// that it overwrites. Measured on a part with 32 MiB of third-level cache: docs/kernels.md.
+int64_t stream_bytes() {
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+  static const int64_t cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  // A part shared by many cores reports all of its cache, of which one process seldom gets more than this.
+  constexpr int64_t kMost = int64_t{32} << 20;
+  if (cache > 0) return cache < kMost ? cache : kMost;
+#endif
+  return int64_t{32} << 20;
+}
+
+int64_t size_of(int32_t dtype) { return dtype == RMSNORM_F64 ? 8 : dtype == RMSNORM_F32 ? 4 : 2; }
+
+int64_t row_bytes_out(const rmsnorm_args& args) {
+  return args.width * (size_of(args.y_dtype) + (args.sum ? size_of(args.x_dtype) : 0));
+}
+
+int64_t row_bytes(const rmsnorm_args& args) {
+  return row_bytes_out(args) + args.width * size_of(args.x_dtype) * (args.skip ? 2 : 1);
+}
+
+bool should_stream(const rmsnorm_args& args) {
+  const bool aligned = reinterpret_cast<uintptr_t>(args.y) % static_cast<uintptr_t>(size_of(args.y_dtype)) == 0;
+  const bool in_place =
+      args.y == args.x || args.y == args.skip || (args.sum && (args.sum == args.x || args.sum == args.skip));
+  return aligned && !in_place && row_bytes_out(args) > 0 && args.rows >= stream_bytes() / row_bytes_out(args);
+}
+
+// kBlock copies of one element, or of 1 or -0 where there is none: n * 1 is n and n + -0 is n, signs of zeros included.
+struct Block {
+  alignas(64) unsigned char bytes[kBlock * 8];
+
+  void fill(const void* element, int64_t size) {
+    for (int64_t i = 0; i < kBlock; i++) memcpy(bytes + i * size, element, static_cast<size_t>(size));
+  }
+  void fill_one(int32_t dtype) {
+    const double f64 = 1;
+    const float f32 = 1;
+    const uint16_t half = dtype == RMSNORM_F16 ? 0x3c00 : 0x3f80;
+    const void* one = dtype == RMSNORM_F64 ? static_cast<const void*>(&f64) : &f32;
+    fill(size_of(dtype) == 2 ? &half : one, size_of(dtype));
+  }
+};
+
+struct Job {
+  Call call;
+  RowsFn rows;
+  int64_t chunk;
+
+  static void chunk_task(void* arg, size_t index) {
+    const Job& job = *static_cast<const Job*>(arg);
+    const int64_t begin = static_cast<int64_t>(index) * job.chunk;
+    const int64_t left = job.call.args->rows - begin;
+    job.rows(job.call, begin, begin + (left < job.chunk ? left : job.chunk));
+  }
+};
+
+// A piece of work should take longer than handing it to another thread: some microseconds, at a cache's bandwidth.
+constexpr int64_t kGrainBytes = int64_t{64} << 10;
+constexpr int64_t kMostChunks = 256;
+
+// Rows in one piece of work; all of them where splitting does not pay.
+int64_t chunk_rows(const rmsnorm_args& args, const rmsnorm_parallel* parallel) {
+  if (!parallel || !parallel->parallel_for || parallel->threads == 1) return args.rows;
+  const int64_t least = kGrainBytes / row_bytes(args) + 1;
+  if (args.rows < 2 * least) return args.rows > 1 && row_bytes(args) > kGrainBytes ? 1 : args.rows;
+  const int64_t most =
+      parallel->threads > 1 && parallel->threads * 4 < kMostChunks ? parallel->threads * 4 : kMostChunks;
+  const int64_t even = (args.rows + most - 1) / most;
+  return even > least ? even : least;
+}
+
+}  // namespace
+}  // namespace rmsnorm_simd
+
+extern "C" rmsnorm_status rmsnorm_cpu(const rmsnorm_args* args, const rmsnorm_parallel* parallel) {
+  using namespace rmsnorm_simd;
+  const rmsnorm_status status = rmsnorm_check(args);
+  if (status != RMSNORM_OK || args->rows == 0 || args->width == 0) return status;
+  const bool stream = should_stream(*args);
+  RowsFn rows = current().load(std::memory_order_relaxed)->rows(*args, stream);
+  if (!rows) rows = generic_rows(*args, stream);
+
+  const int32_t dtype = args->scale || args->bias ? args->param_dtype : args->x_dtype;
+  Block scale_block;
+  Block bias_block;
+  Job job = {{args, args->scale, args->bias, 1, 1}, rows, chunk_rows(*args, parallel)};
+  if (!args->scale || args->scale_count != args->width) {
+    if (args->scale)
+      scale_block.fill(args->scale, size_of(dtype));
+    else
+      scale_block.fill_one(dtype);
+    job.call.scale = scale_block.bytes;
+    job.call.scale_step = 0;
+  }
+  if (args->bias && args->bias_count != args->width) {
+    bias_block.fill(args->bias, size_of(dtype));
+    job.call.bias = bias_block.bytes;
+    job.call.bias_step = 0;
+  }
+  if (job.chunk >= args->rows) {
+    rows(job.call, 0, args->rows);
+  } else {
+    parallel->parallel_for(parallel->pool, Job::chunk_task, &job,
+                           static_cast<size_t>((args->rows + job.chunk - 1) / job.chunk));
+  }
+  return RMSNORM_OK;
+}
+
+extern "C" const char* rmsnorm_cpu_isa(void) { return rmsnorm_simd::current().load()->name; }
+
+extern "C" rmsnorm_status rmsnorm_cpu_set_isa(const char* isa) {
+  const rmsnorm_simd::Isa* wanted = rmsnorm_simd::named(isa);
+  if (!wanted) return RMSNORM_UNSUPPORTED;
+  rmsnorm_simd::current().store(wanted);
+  return RMSNORM_OK;
+}

@@ -1,0 +1,94 @@
+// AVX-512 (F, BW, DQ, VL) vectors for rows_impl.h.
+
+struct Float {
+  static constexpr int64_t kLanes = 16;
+  __m512 v;
+
+  static Float set(float s) { return {_mm512_set1_ps(s)}; }
+  static Float set_from(double r) { return set(static_cast<float>(r)); }
+  // Rounded once from double, so that x * inverse is as near to the exact quotient as x / float(r) is. The largest
+  // finite float stands in for the inverse of a subnormal r, so that zero rows stay zero.
+  static Float set_inverse(double r) {
+    const double inverse = 1.0 / r;
+    return set(r > 0 && inverse > __FLT_MAX__ ? __FLT_MAX__ : static_cast<float>(inverse));
+  }
+  static __mmask16 mask(int64_t n) { return static_cast<__mmask16>((1u << n) - 1u); }
+
+  static Float load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static Float load(const float* p, int64_t n) { return {_mm512_maskz_loadu_ps(mask(n), p)}; }
+  static Float load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+  static Float load(const f16* p, int64_t n) { return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask(n), p))}; }
+  static Float widen(__m256i h) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))}; }
+  static Float load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static Float load(const bf16* p, int64_t n) { return widen(_mm256_maskz_loadu_epi16(mask(n), p)); }
+
+  __m256i to(const f16*) const { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  // Round to nearest even on the bits; a NaN only gets its quiet bit, since the addition could carry it into an
+  // infinity.
+  __m512i bf16_bits() const {
+    const __m512i u = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    return _mm512_mask_or_epi32(up, nan, u, _mm512_set1_epi32(0x400000));
+  }
+  __m256i to(const bf16*) const { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(bf16_bits(), 16)); }
+
+  void store(float* p) const { _mm512_storeu_ps(p, v); }
+  void store(float* p, int64_t n) const { _mm512_mask_storeu_ps(p, mask(n), v); }
+  void stream(float* p) const { _mm512_stream_ps(p, v); }
+  template <class E>
+  void store(E* p) const {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to(p));
+  }
+  template <class E>
+  void store(E* p, int64_t n) const {
+    _mm256_mask_storeu_epi16(p, mask(n), to(p));
+  }
+  template <class E>
+  void stream(E* p) const {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), to(p));
+  }
+  static void fence() { _mm_sfence(); }
+
+  static Float round_as(Float a, const float*) { return a; }
+  static Float round_as(Float a, const f16* p) { return {_mm512_cvtph_ps(a.to(p))}; }
+  static Float round_as(Float a, const bf16*) {
+    return {_mm512_castsi512_ps(_mm512_and_si512(a.bf16_bits(), _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+  }
+  template <class E>
+  static Float round(Float a) {
+    return round_as(a, static_cast<const E*>(nullptr));
+  }
+
+  friend Float operator+(Float a, Float b) { return {_mm512_add_ps(a.v, b.v)}; }
+  friend Float operator*(Float a, Float b) { return {_mm512_mul_ps(a.v, b.v)}; }
+  static Float fma(Float a, Float b, Float c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+  static Float normalise(Float x, Float, Float inverse) { return x * inverse; }
+  double sum() const { return static_cast<double>(_mm512_reduce_add_ps(v)); }
+};
+
+struct Double {
+  static constexpr int64_t kLanes = 8;
+  __m512d v;
+
+  static Double set(double s) { return {_mm512_set1_pd(s)}; }
+  static Double set_from(double r) { return set(r); }
+  static Double set_inverse(double r) { return set(r); }
+  static __mmask8 mask(int64_t n) { return static_cast<__mmask8>((1u << n) - 1u); }
+  static Double load(const double* p) { return {_mm512_loadu_pd(p)}; }
+  static Double load(const double* p, int64_t n) { return {_mm512_maskz_loadu_pd(mask(n), p)}; }
+  void store(double* p) const { _mm512_storeu_pd(p, v); }
+  void store(double* p, int64_t n) const { _mm512_mask_storeu_pd(p, mask(n), v); }
+  void stream(double* p) const { _mm512_stream_pd(p, v); }
+  static void fence() { _mm_sfence(); }
+  template <class E>
+  static Double round(Double a) {
+    return a;
+  }
+  friend Double operator+(Double a, Double b) { return {_mm512_add_pd(a.v, b.v)}; }
+  friend Double operator*(Double a, Double b) { return {_mm512_mul_pd(a.v, b.v)}; }
+  static Double fma(Double a, Double b, Double c) { return {_mm512_fmadd_pd(a.v, b.v, c.v)}; }
+  static Double normalise(Double x, Double r, Double) { return {_mm512_div_pd(x.v, r.v)}; }
+  double sum() const { return _mm512_reduce_add_pd(v); }
+};
