@@ -1,0 +1,209 @@
+"""Sessions on ONNX Runtime: IO binding without copies, our custom ops where they are built."""
+
+from __future__ import annotations
+
+import ctypes
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.utils.dlpack
+
+from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
+from rmsnorm_deploy.runtime.optional import load_module, native_library, one_line
+from rmsnorm_deploy.runtime.ort_providers import Provider, provider_names, resolve_providers
+from rmsnorm_deploy.runtime.session import BundleLike, Session
+from rmsnorm_deploy.runtime.tensors import DTYPES, NAME_OF_ONNX, Array, Buffer, buffer_of, torch_dtype
+
+INSTALL = "pip install onnxruntime (or onnxruntime-gpu)"
+
+OPTIMIZATION = {
+    "all": "ORT_ENABLE_ALL",
+    "extended": "ORT_ENABLE_EXTENDED",
+    "basic": "ORT_ENABLE_BASIC",
+    "disabled": "ORT_DISABLE_ALL",
+}
+
+
+class OnnxRuntimeSession(Session):
+    """The bundle's model.onnx in an `onnxruntime.InferenceSession`, opened by path (external data may pass 2 GiB).
+
+    Options:
+        providers: execution providers, by name or (name, options), in order; the CPU's alone when None.
+        session_options: an `onnxruntime.SessionOptions` to start from.
+        optimization: "all", "extended", "basic" or "disabled"; None is "all", or what ``session_options`` say.
+        threads: threads within an op.
+        custom_ops: "auto" registers our compiled ops where they are built and load; True insists; False does without.
+            With ``session_options`` given, "auto" leaves them as they are: `rmsnorm_deploy.register` adds the ops.
+        engine_cache: folder in which the TensorRT provider keeps its engines.
+
+    ``custom_ops`` afterwards is the library in use or None, and ``custom_ops_reason`` says why.
+
+    Contiguous tensors on the session's device are bound by address; strided ones are made contiguous first. CUDA
+    tensors are taken by sessions with a CUDA or TensorRT provider, and the outputs are then on the same device.
+    """
+
+    backend = "onnxruntime"
+
+    def __init__(
+        self,
+        bundle: BundleLike,
+        *,
+        providers: Sequence[str | Provider] | None = None,
+        session_options: Any = None,
+        optimization: str | None = None,
+        threads: int | None = None,
+        custom_ops: bool | Literal["auto"] = "auto",
+        engine_cache: str | Path | None = None,
+    ) -> None:
+        super().__init__(bundle)
+        cache = None if engine_cache is None else Path(engine_cache)
+        self._ort = load_module("onnxruntime", INSTALL)
+        self._errors = _error_types(self._ort)
+        self._providers = resolve_providers(self._ort.get_available_providers(), providers, bundle.manifest, cache)
+        self._user_options = session_options
+        self._settings = (optimization, threads)
+        self.custom_ops, self.custom_ops_reason = _choose_library(custom_ops, session_options is not None)
+        self._session = self._open(bundle.model_path, insist=custom_ops is True)
+        self.providers: list[str] = self._session.get_providers()
+        self._check_providers(providers)
+        self._check_names(bundle.model_path)
+
+    def _open(self, model: Path, insist: bool) -> Any:
+        if not model.is_file():
+            raise InputError(f"no model at {model}: export it again")
+        if self.custom_ops is not None:
+            try:
+                return self._create(model, self.custom_ops)
+            except self._errors as error:
+                reason = f"{self.custom_ops.name} does not serve this model: {one_line(error)}"
+                if insist:
+                    raise BackendUnavailable(f"custom ops were asked for, and {reason}") from error
+                # The function bodies in the file compute the same, so a library that lacks an op is no obstacle.
+                self.custom_ops, self.custom_ops_reason = None, reason
+        try:
+            return self._create(model, None)
+        except self._errors as error:
+            raise InputError(f"onnxruntime {self._ort.__version__} cannot load {model}: {one_line(error)}") from error
+
+    def _create(self, model: Path, library: Path | None) -> Any:
+        options = self._options()
+        if library is not None:
+            options.register_custom_ops_library(str(library))
+        return self._ort.InferenceSession(str(model), options, providers=self._providers)
+
+    def _options(self) -> Any:
+        ort, (optimization, threads) = self._ort, self._settings
+        options = self._user_options if self._user_options is not None else ort.SessionOptions()
+        if optimization is not None:
+            if optimization not in OPTIMIZATION:
+                raise InputError(f"optimization {optimization!r} is not one of {', '.join(OPTIMIZATION)}")
+            options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, OPTIMIZATION[optimization])
+        if threads is not None:
+            options.intra_op_num_threads = threads
+        return options
+
+    def _check_providers(self, asked: Sequence[str | Provider] | None) -> None:
+        """ONNX Runtime goes on without a provider whose libraries do not load; who asked for it by name is told."""
+        lost = [name for name in provider_names(asked or ()) if name not in self.providers]
+        if lost:
+            raise BackendUnavailable(
+                f"{lost[0]} is in this onnxruntime but did not start (its CUDA or TensorRT libraries are missing or do "
+                f"not match); started: {', '.join(self.providers)}"
+            )
+
+    def _check_names(self, model: Path) -> None:
+        """The file and the manifest must speak of the same tensors, and of tensors only."""
+        inputs = {value.name for value in self._session.get_inputs()}
+        outputs = {value.name: value.type for value in self._session.get_outputs()}
+        known = set(self.input_names)
+        self._bound_inputs = [spec for spec in self.signature.inputs if spec.name in inputs]
+        for name in [*sorted(inputs - known), *sorted(set(self.output_names) - set(outputs))]:
+            raise InputError(f"{model} and its manifest.json differ in {name!r}: export the model again")
+        for name in self.output_names:
+            if not outputs[name].startswith("tensor("):
+                raise InputError(f"output {name!r} of {model} is {outputs[name]}, and only tensors can be returned")
+
+    def _execute(self, feeds: Mapping[str, Array]) -> list[torch.Tensor]:
+        buffers = {spec.name: self._buffer(spec.name, feeds[spec.name]) for spec in self._bound_inputs}
+        cuda = next((buffer for buffer in buffers.values() if buffer.device == "cuda"), None)
+        binding = self._session.io_binding()
+        try:
+            for name, buffer in buffers.items():
+                _bind_input(binding, name, buffer)
+            for name in self.output_names:
+                binding.bind_output(name, *(("cpu", 0) if cuda is None else ("cuda", cuda.device_index)))
+            if cuda is not None:
+                torch.cuda.current_stream(cuda.device_index).synchronize()
+            self._session.run_with_iobinding(binding)
+            if cuda is not None:
+                binding.synchronize_outputs()
+            return [_as_torch(value, buffers.values()) for value in binding.get_outputs()]
+        except self._errors as error:
+            raise InputError(f"onnxruntime {self._ort.__version__} cannot run the model: {one_line(error)}") from error
+
+    def _buffer(self, name: str, array: Array) -> Buffer:
+        buffer = buffer_of(name, array)
+        if buffer.device == "cpu" or (buffer.device == "cuda" and self._runs_on_cuda):
+            return buffer
+        raise InputError(
+            f"input {name!r} is on {buffer.device}, and this session runs on {', '.join(self.providers)}: "
+            "move it to the CPU, or open the session with a provider of that device"
+        )
+
+    @property
+    def _runs_on_cuda(self) -> bool:
+        return any(name.startswith(("CUDA", "Tensorrt", "NvTensorRT")) for name in self.providers)
+
+
+def _error_types(ort: types.ModuleType) -> tuple[type[Exception], ...]:
+    """Every exception class that ONNX Runtime raises; its own have no common base."""
+    state = ort.capi.onnxruntime_pybind11_state
+    own = [item for item in vars(state).values() if isinstance(item, type) and issubclass(item, Exception)]
+    return (*own, RuntimeError, ValueError, TypeError)
+
+
+def _choose_library(custom_ops: bool | str, user_options: bool) -> tuple[Path | None, str]:
+    if custom_ops not in (True, False, "auto"):
+        raise InputError(f"custom_ops {custom_ops!r} is not one of 'auto', True, False")
+    if custom_ops is False:
+        return None, "custom_ops=False"
+    if custom_ops == "auto" and user_options:
+        return None, "session_options were given: rmsnorm_deploy.register(session_options) adds the ops to them"
+    library = native_library("ort")
+    if library is None and custom_ops is True:
+        raise BackendUnavailable("the custom-op library is not built: see docs/kernels.md, or use custom_ops='auto'")
+    return library, f"registered {library.name}" if library else "the custom-op library is not built"
+
+
+def _bind_input(binding: Any, name: str, buffer: Buffer) -> None:
+    _, numpy_type, onnx_type = DTYPES[buffer.dtype]
+    # Numpy's types are what every version takes; a number stands for a type that numpy does not have itself.
+    element = onnx_type if buffer.dtype == "bfloat16" else numpy_type
+    binding.bind_input(name, buffer.device, buffer.device_index, element, list(buffer.shape), buffer.address)
+
+
+def _as_torch(value: Any, inputs: Any) -> torch.Tensor:
+    """An OrtValue as a tensor over the same memory, except where that memory is the caller's own input."""
+    dtype = torch_dtype(NAME_OF_ONNX[value.element_type()])
+    if not hasattr(value, "__dlpack__"):
+        return _copy_out(value, dtype)
+    tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(value)
+    if tensor.dtype != dtype:  # versions before DLPack had a bool give it as uint8
+        tensor = tensor.view(dtype)
+    # A model that passes an input through hands back the fed address, which nobody keeps alive.
+    address = tensor.data_ptr()
+    return tensor.clone() if any(buffer.overlaps(address) for buffer in inputs) else tensor
+
+
+def _copy_out(value: Any, dtype: torch.dtype) -> torch.Tensor:
+    """For versions of ONNX Runtime that export no DLPack: a copy of the OrtValue's CPU memory, of any dtype."""
+    if value.device_name() != "cpu":
+        raise DeployError("this onnxruntime has no DLPack to hand over CUDA outputs: upgrade it, or feed CPU tensors")
+    shape = list(value.shape())
+    tensor = torch.empty(shape, dtype=dtype)
+    if tensor.numel():
+        ctypes.memmove(tensor.data_ptr(), value.data_ptr(), tensor.numel() * tensor.element_size())
+    return tensor

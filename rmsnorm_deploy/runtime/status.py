@@ -1,0 +1,130 @@
+"""What can run here: every backend and execution provider, there or why not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from rmsnorm_deploy.errors import BackendUnavailable
+from rmsnorm_deploy.runtime.cuda import no_gpu_cure, no_gpu_reason
+from rmsnorm_deploy.runtime.optional import load_module, native_library
+from rmsnorm_deploy.runtime.tensorrt_session import MODULES
+
+PROVIDER_INSTALL = {
+    "CUDAExecutionProvider": "pip install onnxruntime-gpu",
+    "TensorrtExecutionProvider": "pip install onnxruntime-gpu tensorrt",
+    "NvTensorRTRTXExecutionProvider": "an onnxruntime built with TensorRT-RTX",
+    "OpenVINOExecutionProvider": "pip install onnxruntime-openvino",
+    "DmlExecutionProvider": "pip install onnxruntime-directml (Windows)",
+    "QNNExecutionProvider": "pip install onnxruntime-qnn",
+    "CoreMLExecutionProvider": "pip install onnxruntime (macOS)",
+}
+
+RTX_BUILDS_FOR = (75, 80, 86, 89, 120, 121)
+
+PACKAGES = (
+    "torch", "numpy", "ml_dtypes", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu", "tensorrt",
+    "tensorrt-rtx-cu13", "transformers", "safetensors", "gguf", "accelerate",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """One backend, execution provider or compiled library.
+
+    ``available`` says that models run on it here and now; ``detail`` is what it is, or why it is not there; ``install``
+    is how to get it; ``builds`` says that engines can be built here, whether or not they can run here.
+    """
+
+    name: str
+    available: bool
+    version: str | None
+    detail: str
+    install: str | None = None
+    builds: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def available() -> list[BackendStatus]:
+    """The status of PyTorch, ONNX Runtime and each of its providers, both TensorRTs, and our compiled libraries."""
+    return [*_pytorch(), *_onnxruntime(), _tensorrt("tensorrt"), _tensorrt("tensorrt-rtx"), *_native()]
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of each package that matters; None for those not installed."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _pytorch() -> Iterator[BackendStatus]:
+    yield BackendStatus("pytorch (cpu)", True, torch.__version__, f"{torch.get_num_threads()} threads")
+    reason = no_gpu_reason()
+    if reason:
+        yield BackendStatus("pytorch (cuda)", False, None, reason, no_gpu_cure())
+        return
+    major, minor = torch.cuda.get_device_capability()
+    detail = f"{torch.cuda.get_device_name()}, SM {major}{minor}, CUDA {torch.version.cuda}"
+    yield BackendStatus("pytorch (cuda)", True, torch.__version__, detail)
+
+
+def _onnxruntime() -> Iterator[BackendStatus]:
+    install = "pip install onnxruntime (or onnxruntime-gpu)"
+    try:
+        ort = load_module("onnxruntime", install)
+    except BackendUnavailable as error:
+        yield BackendStatus("onnxruntime", False, None, str(error).removesuffix(f": {install}"), install)
+        return
+    present = ort.get_available_providers()
+    yield BackendStatus("onnxruntime", True, ort.__version__, f"{len(present)} execution providers in this build")
+    for name in sorted({*ort.get_all_providers(), *present}, key=lambda name: (name not in present, name)):
+        yield _provider(name, name in present, ort.__version__)
+
+
+def _provider(name: str, present: bool, version: str) -> BackendStatus:
+    label = f"onnxruntime {name}"
+    if not present:
+        install = PROVIDER_INSTALL.get(name, f"an onnxruntime built with {name}")
+        return BackendStatus(label, False, None, "not in this build of onnxruntime", install)
+    reason = no_gpu_reason() if name.startswith(("CUDA", "Tensorrt", "NvTensorRT")) else None
+    if reason:
+        return BackendStatus(label, False, version, f"in this build, but {reason}", no_gpu_cure())
+    return BackendStatus(label, True, version, "in this build")
+
+
+def _tensorrt(backend: str) -> BackendStatus:
+    name, install = MODULES[backend]
+    try:
+        module = load_module(name, install)
+    except BackendUnavailable as error:
+        return BackendStatus(backend, False, None, str(error).removesuffix(f": {install}"), install)
+    version, reason = str(module.__version__), no_gpu_reason()
+    if reason is None:
+        return BackendStatus(backend, True, version, "builds and runs engines here", builds=True)
+    if backend == "tensorrt-rtx":
+        targets = ", ".join(str(sm) for sm in RTX_BUILDS_FOR)
+        detail = f"builds engines for SM {targets} without a GPU, and runs them with one; {reason}"
+        return BackendStatus(backend, False, version, detail, no_gpu_cure(), builds=True)
+    return BackendStatus(backend, False, version, f"builds and runs engines with a GPU only; {reason}", no_gpu_cure())
+
+
+def _native() -> Iterator[BackendStatus]:
+    for kind, label in (("ort", "custom ops for onnxruntime"), ("tensorrt", "plugin for tensorrt")):
+        library = native_library(kind)
+        if library is not None:
+            yield BackendStatus(label, True, None, str(library))
+        else:
+            detail = "not built; models run on the function bodies in model.onnx"
+            yield BackendStatus(label, False, None, detail, "python -m rmsnorm_deploy.native")
