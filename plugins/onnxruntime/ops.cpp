@@ -45,12 +45,12 @@ ort::ElementType input_type(const ort::CustomOp* base, size_t i) {
 ort::ElementType output_type(const ort::CustomOp* base, size_t i) {
   return element_type(i == 0 ? op_of(base).y : op_of(base).x);
 }
+// A scale may be left out at the end of the list only: the runtime's shape inference crashes on a gap in front of a bias.
 ort::Characteristic input_characteristic(const ort::CustomOp* base, size_t i) {
-  return i == scale_index(op_of(base)) ? ort::kOptional : ort::kRequired;
+  return i == scale_index(op_of(base)) && !op_of(base).variant.bias ? ort::kOptional : ort::kRequired;
 }
-ort::Characteristic output_characteristic(const ort::CustomOp*, size_t i) {
-  return i == 0 ? ort::kRequired : ort::kOptional;
-}
+// Both of SkipRMSNorm's: the runtime's shape inference crashes when the shape of an output that a node left out is set.
+ort::Characteristic output_characteristic(const ort::CustomOp*, size_t) { return ort::kRequired; }
 int default_memory(const ort::CustomOp*, size_t) { return 0; }
 int one(const ort::CustomOp*) { return 1; }
 int newest_version(const ort::CustomOp*) { return 0x7fffffff; }
@@ -105,14 +105,29 @@ bool shape_known(const ort::Api* api, const ort::TensorInfo* info) {
   return true;
 }
 
-// Both outputs have X's shape. Leaving it out is always allowed, so nothing that fails here is an error.
+// The dtype of Y: this callback is shared by all ops of a name, whatever their dtypes.
+Status* y_type(const Op& op, ort::ShapeContext* context, const ort::TensorInfo* x, ort::ElementType* type) {
+  size_t count = 0;
+  ort::TensorInfo* scale = nullptr;
+  Status* failed = ort::ShapeInputCount::call(op.api, context, &count);
+  const bool params = op.variant.scale_order == RMSNORM_AFTER_CAST && count > scale_index(op);
+  if (!failed && params) failed = ort::ShapeInput::call(op.api, context, scale_index(op), &scale);
+  if (!failed) failed = ort::GetElementType::call(op.api, scale ? scale : x, type);
+  return failed;
+}
+
+// Both outputs have X's shape, and sum its dtype. Leaving it out is always allowed, so nothing that fails here is an
+// error: the runtime has set the dtypes already, and only needs them said again with the shape.
 Status* infer_shape(const ort::CustomOp* base, ort::ShapeContext* context) {
   const Op& op = op_of(base);
   ort::TensorInfo* info = nullptr;  // the context's own
+  ort::ElementType type = op.base.output_type(base, 0);
   Status* failed = ort::ShapeInput::call(op.api, context, 0, &info);
   if (!failed && info && shape_known(op.api, info)) {
-    for (size_t i = 0; i < output_count(base) && !failed; i++)
-      failed = ort::ShapeOutput::call(op.api, context, i, info);
+    if (op.variant.skip) failed = ort::ShapeOutput::call(op.api, context, 1, info);
+    if (!failed) failed = y_type(op, context, info, &type);
+    if (!failed) failed = ort::SetElementType::call(op.api, info, type);
+    if (!failed) failed = ort::ShapeOutput::call(op.api, context, 0, info);
   }
   if (failed) ort::ReleaseStatus::call(op.api, failed);
   return nullptr;
