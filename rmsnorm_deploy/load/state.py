@@ -1,0 +1,154 @@
+"""A state dict into a module: found in its container, its prefixes taken off, every key accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rmsnorm_deploy.errors import InputError
+
+Weights = dict[str, torch.Tensor]
+# Where trainers put the weights, likeliest first; averaged weights come last, and only --state-key prefers them.
+CONTAINERS = (
+    *("state_dict", "model_state_dict", "model", "module", "net", "network", "generator", "params", "weights"),
+    *("ema", "ema_state_dict", "model_ema", "params_ema", "state_dict_ema"),
+)
+PREFIXES = ("module.", "_orig_mod.", "model.")
+_SHOWN = 6
+
+
+def find_state(path: Path, found: Any, key: str | None, notes: list[str]) -> Weights | nn.Module:
+    """The state dict (or the module) in what a checkpoint held.
+
+    Raises InputError when there is none, naming what the file does hold.
+    """
+    if isinstance(found, nn.Module) and key is None:
+        return found
+    if not isinstance(found, Mapping):
+        raise InputError(f"{path}: holds a {type(found).__name__}, neither a module nor a state dict")
+    if key is not None:
+        if key not in found:
+            raise InputError(f"{path}: has no '{key}' (--state-key); it has {_some(map(str, found))}")
+        return _checked(path, found[key], f"'{key}'")
+    if _is_state(found):
+        return _checked(path, found, "the file")
+    inside = [name for name in CONTAINERS if isinstance(found.get(name), nn.Module) or _is_state(found.get(name))]
+    if not inside:
+        there = _some(map(str, found)) or "nothing"
+        raise InputError(f"{path}: no state dict in it, only {there}; name the right entry with --state-key")
+    others = f" ({', '.join(inside[1:])} in there too: --state-key takes another)" if inside[1:] else ""
+    notes.append(f"weights taken from '{inside[0]}' of {path.name}{others}")
+    return _checked(path, found[inside[0]], f"'{inside[0]}'")
+
+
+def load_state(model: nn.Module, weights: Weights, path: Path, recipe: Path, notes: list[str]) -> None:
+    """Copy ``weights`` into ``model``; both must have the same keys and shapes, up to known prefixes.
+
+    Raises InputError naming what is missing, unexpected or of another shape. A key may be missing when the parameter is
+    tied to one that is there.
+    """
+    target = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
+    renamed, change = _best_names(weights, target)
+    if change:
+        notes.append(f"keys of {path.name}: {change}")
+    missing = _not_tied([k for k in target if k not in renamed], target, renamed, notes)
+    _refuse_keys(path, recipe, missing, [k for k in renamed if k not in target])
+    wrong = [
+        f"{k} is {_dims(renamed[k])}, the recipe's is {_dims(target[k])}"
+        for k in renamed
+        if renamed[k].shape != target[k].shape
+    ]
+    if wrong:
+        raise InputError(f"{path}: {_some(wrong, '; ')} ({recipe})")
+    _note_dtypes(renamed, target, notes)
+    with torch.no_grad():
+        for name, value in renamed.items():
+            target[name].copy_(value)
+
+
+def _is_state(found: Any) -> bool:
+    return isinstance(found, Mapping) and bool(found) and all(isinstance(k, str) for k in found) and all(
+        isinstance(v, torch.Tensor) for k, v in found.items() if not k.endswith("_extra_state") and k != "_metadata"
+    )  # fmt: skip
+
+
+def _checked(path: Path, found: Any, where: str) -> Weights | nn.Module:
+    if isinstance(found, nn.Module):
+        return found
+    if not _is_state(found):
+        raise InputError(f"{path}: {where} is no state dict (names to tensors) but a {type(found).__name__}")
+    return {k: v for k, v in found.items() if isinstance(v, torch.Tensor)}
+
+
+def _best_names(weights: Weights, target: Mapping[str, Any]) -> tuple[Weights, str]:
+    """The renaming with the fewest keys missing or unexpected, and what it does; the plainest of equal ones."""
+    best, chosen, fewest = list(weights), "", len(set(weights) ^ set(target))
+    for names, change in _renamings(list(weights)):
+        off = len(set(names) ^ set(target))
+        if off < fewest and len(set(names)) == len(names):
+            best, chosen, fewest = names, change, off
+    return dict(zip(best, weights.values(), strict=True)), chosen
+
+
+def _renamings(keys: list[str]) -> Iterator[tuple[list[str], str]]:
+    """Prefixes taken off one after another; the same with wrappers' segments gone from inside; 'model.' in front."""
+    yield from _stripped(keys, [])
+    bare = [_without_wrappers(k) for k in keys]
+    yield bare, "'module' and '_orig_mod' removed"
+    yield from _stripped(bare, ["'module' and '_orig_mod' removed"])
+    yield [f"model.{k}" for k in keys], "prefix 'model.' added"
+
+
+def _stripped(names: list[str], done: list[str]) -> Iterator[tuple[list[str], str]]:
+    while prefix := next((p for p in PREFIXES if any(n.startswith(p) for n in names)), None):
+        names = [n.removeprefix(prefix) for n in names]
+        done = [*done, f"prefix '{prefix}' removed"]
+        yield names, ", ".join(done)
+
+
+def _without_wrappers(key: str) -> str:
+    return ".".join(part for part in key.split(".") if part not in ("_orig_mod", "module"))
+
+
+def _not_tied(missing: list[str], target: Mapping[str, torch.Tensor], given: Weights, notes: list[str]) -> list[str]:
+    """Missing keys, without those whose tensor is one that the file does give."""
+    there = {target[k].data_ptr(): k for k in given if k in target and target[k].numel()}
+    tied = {k: there[target[k].data_ptr()] for k in missing if target[k].numel() and target[k].data_ptr() in there}
+    tied = {k: v for k, v in tied.items() if target[k].shape == target[v].shape}
+    if tied:
+        notes.append("tied weights: " + ", ".join(f"{k} is {v}" for k, v in tied.items()))
+    return [k for k in missing if k not in tied]
+
+
+def _refuse_keys(path: Path, recipe: Path, missing: list[str], unexpected: list[str]) -> None:
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} missing: {_some(missing)}")
+    if unexpected:
+        problems.append(f"{len(unexpected)} unexpected: {_some(unexpected)}")
+    if problems:
+        raise InputError(f"{path}: its keys are not those of the model that {recipe} builds: {'; '.join(problems)}")
+
+
+def _note_dtypes(given: Weights, target: Mapping[str, torch.Tensor], notes: list[str]) -> None:
+    pairs = sorted({(_name(given[k]), _name(target[k])) for k in given if given[k].dtype != target[k].dtype})
+    notes.extend(f"{a} weights loaded into a {b} model" for a, b in pairs)
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _dims(tensor: torch.Tensor) -> str:
+    return str(list(tensor.shape))
+
+
+def _some(names: Any, separator: str = ", ") -> str:
+    """The first few, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return separator.join(names[:_SHOWN]) + more
