@@ -172,6 +172,7 @@ def _stamped() -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def stamps(folder: Path) -> list[dict[str, Any]]:
+    """What `build` wrote about the libraries in that folder; empty where it made none there."""
     try:
         value = json.loads((folder / STAMP).read_text())
     except (OSError, ValueError):
@@ -179,7 +180,7 @@ def stamps(folder: Path) -> list[dict[str, Any]]:
     return [value] if isinstance(value, dict) else []
 
 
-def _identity(name: str) -> str:
+def identity(name: str) -> str:
     """What a library must have been built from to be used: the sources here, or else the package's version."""
     folder = plugins_folder()
     if folder is None:
