@@ -1,0 +1,57 @@
+// What a kernel is told at launch. Plain data, shared by the kernels, the launch table and the emulator.
+#pragma once
+
+#include <stdint.h>
+
+namespace rmsnorm {
+
+// The kernels' shapes: how a row is spread over threads and where it stays between its reading and its writing.
+enum class Layout {
+  kMany,    // registers, one 16-byte vector a thread of each of kManyRows rows; the row fits in a warp
+  kThin,    // registers, one 16-byte vector a thread
+  kThick,   // registers, up to kThickVectors 16-byte vectors a thread
+  kSingle,  // registers, up to kSingleElements elements a thread, one by one: rows that are not 16-byte aligned
+  kLong,    // shared memory, 16-byte vectors; what does not fit there is read again
+  kLongSingle
+};
+
+constexpr int kManyRows = 4;
+constexpr int kThickVectors = 4;
+constexpr int kSingleElements = 8;
+constexpr int kLongUnroll = 4;
+constexpr int kMaxThreads = 512;
+constexpr int kMaxWarps = kMaxThreads / 32;
+constexpr int kMaxCluster = 8;
+
+// Two buffers of one partial sum a warp of the cluster: rows use them in turn, so that one barrier a row is enough.
+constexpr int kPartialsPerRow = kMaxWarps * kMaxCluster;
+constexpr int kPartialBytes = 2 * kPartialsPerRow * 4;
+
+enum class EpsMode : int32_t { kInside = 0, kOutside = 1, kClamp = 2 };
+
+// "Vector" is the layout's unit: 16 bytes of x, or one element in the kSingle layouts.
+struct KernelArgs {
+  const char* x;
+  const char* skip;
+  const char* scale;  // may be null: ones
+  const char* bias;
+  char* y;
+  char* sum;       // may be null
+  int64_t x_step;  // bytes from one row to the next
+  int64_t skip_step;
+  int64_t y_step;
+  int64_t sum_step;
+  int64_t rows;
+  int64_t vectors;  // in a row
+  float width;      // elements in a row
+  float eps;
+  EpsMode eps_mode;
+  int32_t scale_is_one_element;
+  int32_t bias_is_one_element;
+  int32_t lanes;       // threads of a block that share a row
+  int32_t lane_shift;  // log2(lanes) up to a warp; 31 where the whole block has one row
+  int32_t cluster;     // blocks that share a row
+  int32_t kept;        // kLong: vectors a thread keeps in shared memory
+};
+
+}  // namespace rmsnorm

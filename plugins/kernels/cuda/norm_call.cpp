@@ -1,0 +1,86 @@
+#include "norm_call.h"
+
+namespace rmsnorm {
+namespace {
+
+int bytes_of(int32_t dtype) { return dtype == RMSNORM_F32 ? 4 : 2; }
+
+bool sixteen(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+bool rows_aligned(const void* pointer, int64_t stride, int64_t rows, int32_t dtype) {
+  return pointer == nullptr || (sixteen(pointer) && (rows == 1 || stride * bytes_of(dtype) % 16 == 0));
+}
+
+bool parameter_aligned(const void* pointer, int64_t count) {
+  return pointer == nullptr || count == 1 || sixteen(pointer);
+}
+
+bool all_aligned(const rmsnorm_args& args) {
+  return args.width * bytes_of(args.x_dtype) % 16 == 0 &&
+         rows_aligned(args.x, args.x_stride, args.rows, args.x_dtype) &&
+         rows_aligned(args.skip, args.skip_stride, args.rows, args.x_dtype) &&
+         rows_aligned(args.y, args.y_stride, args.rows, args.y_dtype) &&
+         rows_aligned(args.sum, args.sum_stride, args.rows, args.x_dtype) &&
+         parameter_aligned(args.scale, args.scale_count) && parameter_aligned(args.bias, args.bias_count);
+}
+
+int shift_of(int lanes) {
+  int shift = 0;
+  while ((1 << shift) < lanes) ++shift;
+  return shift;
+}
+
+}  // namespace
+
+Problem problem_of(const rmsnorm_args& args) {
+  return Problem{args.rows, args.width, bytes_of(args.x_dtype), all_aligned(args)};
+}
+
+KernelChoice choice_of(const rmsnorm_args& args, Layout layout) {
+  const bool has_params = args.scale != nullptr || args.bias != nullptr;
+  return KernelChoice{layout, has_params && args.param_dtype == RMSNORM_F32, args.scale_order == RMSNORM_BEFORE_CAST,
+                      args.bias != nullptr, args.skip != nullptr};
+}
+
+KernelArgs kernel_args_of(const rmsnorm_args& args, const Problem& problem, const Launch& launch) {
+  const int x_bytes = bytes_of(args.x_dtype);
+  KernelArgs out{};
+  out.x = static_cast<const char*>(args.x);
+  out.skip = static_cast<const char*>(args.skip);
+  out.scale = static_cast<const char*>(args.scale);
+  out.bias = static_cast<const char*>(args.bias);
+  out.y = static_cast<char*>(args.y);
+  out.sum = static_cast<char*>(args.sum);
+  out.x_step = args.x_stride * x_bytes;
+  out.skip_step = args.skip_stride * x_bytes;
+  out.y_step = args.y_stride * bytes_of(args.y_dtype);
+  out.sum_step = args.sum_stride * x_bytes;
+  out.rows = args.rows;
+  out.vectors = problem.aligned ? args.width * x_bytes / 16 : args.width;
+  out.width = static_cast<float>(args.width);
+  out.eps = static_cast<float>(args.eps);
+  out.eps_mode = static_cast<EpsMode>(args.eps_mode);
+  out.scale_is_one_element = args.scale != nullptr && args.scale_count == 1 ? 1 : 0;
+  out.bias_is_one_element = args.bias != nullptr && args.bias_count == 1 ? 1 : 0;
+  out.lanes = launch.lanes;
+  out.lane_shift = launch.lanes <= 32 ? shift_of(launch.lanes) : 31;
+  out.cluster = launch.cluster;
+  out.kept = launch.kept;
+  return out;
+}
+
+Kernel select_kernel(const rmsnorm_args& args, Layout layout) {
+  const KernelChoice choice = choice_of(args, layout);
+  switch (args.x_dtype) {
+    case RMSNORM_F32:
+      return select_f32(choice);
+    case RMSNORM_F16:
+      return select_f16(choice);
+    case RMSNORM_BF16:
+      return select_bf16(choice);
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace rmsnorm

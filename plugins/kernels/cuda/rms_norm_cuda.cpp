@@ -1,0 +1,103 @@
+#include "rms_norm_cuda.h"
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+
+#include "norm_call.h"
+
+namespace rmsnorm {
+namespace {
+
+constexpr int kMostDevices = 64;
+constexpr int kFreeSharedBytes = 48 * 1024;  // what a block may ask for without raising the kernel's limit
+
+bool attribute(cudaDeviceAttr which, int device, int* value) {
+  return cudaDeviceGetAttribute(value, which, device) == cudaSuccess;
+}
+
+bool ask_device(int index, Device* device) {
+  int major = 0;
+  int minor = 0;
+  const bool known = attribute(cudaDevAttrComputeCapabilityMajor, index, &major) &&
+                     attribute(cudaDevAttrComputeCapabilityMinor, index, &minor) &&
+                     attribute(cudaDevAttrMultiProcessorCount, index, &device->multiprocessors) &&
+                     attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index, &device->shared_bytes);
+  device->compute = 10 * major + minor;
+  return known;
+}
+
+// Clears what a refused call left behind, so that the next caller does not read it as its own.
+rmsnorm_status refused() {
+  (void)cudaGetLastError();
+  return RMSNORM_DEVICE_ERROR;
+}
+
+}  // namespace
+
+bool current_device(Device* device) {
+  static Device known[kMostDevices];
+  static std::atomic<bool> asked[kMostDevices];
+  static std::atomic_flag writing = ATOMIC_FLAG_INIT;
+  int index = 0;
+  if (cudaGetDevice(&index) != cudaSuccess || index < 0) return false;
+  if (index < kMostDevices && asked[index].load(std::memory_order_acquire)) {
+    *device = known[index];
+    return true;
+  }
+  if (!ask_device(index, device)) return false;
+  // Whoever finds another thread at it leaves the remembering to that one.
+  if (index < kMostDevices && !writing.test_and_set(std::memory_order_acquire)) {
+    if (!asked[index].load(std::memory_order_relaxed)) {
+      known[index] = *device;
+      asked[index].store(true, std::memory_order_release);
+    }
+    writing.clear(std::memory_order_release);
+  }
+  return true;
+}
+
+rmsnorm_status run_on_cuda(const rmsnorm_args& args, void* stream, Tactic tactic) {
+  const rmsnorm_status checked = rmsnorm_check(&args);
+  if (checked != RMSNORM_OK) return checked;
+  if (args.x_dtype == RMSNORM_F64) return RMSNORM_UNSUPPORTED;
+  if (args.rows == 0 || args.width == 0) return RMSNORM_OK;
+  Device device{};
+  if (!current_device(&device)) return refused();
+
+  const Problem problem = problem_of(args);
+  const Launch launch = choose_launch(problem, device, tactic);
+  const void* const kernel = reinterpret_cast<const void*>(select_kernel(args, launch.layout));
+  KernelArgs kernel_args = kernel_args_of(args, problem, launch);
+  if (launch.shared_bytes > kFreeSharedBytes &&
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared_bytes) != cudaSuccess) {
+    return refused();
+  }
+
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(launch.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(launch.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(launch.shared_bytes);
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attributes;
+  if (device.compute >= 90) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (launch.cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs].val.clusterDim.x = static_cast<unsigned>(launch.cluster);
+    attributes[config.numAttrs].val.clusterDim.y = 1;
+    attributes[config.numAttrs++].val.clusterDim.z = 1;
+  }
+  void* parameters[] = {&kernel_args};
+  return cudaLaunchKernelExC(&config, kernel, parameters) == cudaSuccess ? RMSNORM_OK : refused();
+}
+
+}  // namespace rmsnorm
+
+extern "C" rmsnorm_status rmsnorm_cuda(const rmsnorm_args* args, void* stream) {
+  if (args == nullptr) return RMSNORM_BAD_ARGUMENT;
+  return rmsnorm::run_on_cuda(*args, stream, rmsnorm::Tactic::kTable);
+}

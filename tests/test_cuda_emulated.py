@@ -1,0 +1,257 @@
+"""The CUDA kernels' own source, run on the host by the emulator, against float64."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+from dataclasses import replace
+
+import cuda_emulator as emu
+import numpy as np
+import pytest
+from cuda_emulator import SM75, SM80, SM90, Case
+
+PAIRS = [("f32", "f32"), ("f16", "f16"), ("f16", "f32"), ("bf16", "bf16"), ("bf16", "f32")]
+EDGES = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40, 63, 64, 65, 72, 96, 100, 127, 128, 129, 200, 255, 256]
+EDGES += [257, 264, 384, 511, 512, 513, 520, 576, 640, 768, 1000, 1016, 1023, 1024, 1025, 1032, 1096, 1100]
+
+
+def checked(case: Case, values: np.ndarray | None = None) -> emu.Report:
+    """Runs a case, and asserts that no access was at fault and every element is what float64 says."""
+    args, arrays, rows = emu.make(case, values)
+    x, skip = rows["x"].copy(), rows["skip"].copy() if case.skip else None
+    buffers = sorted(
+        ((a.ctypes.data, a.nbytes, n in ("y", "sum")) for n, a in arrays.items()), key=lambda buffer: not buffer[2]
+    )
+    report = emu.emulate(args, case.device, buffers)
+    assert report.fault == b"", f"{case}: {report.fault.decode()}"
+    expected = emu.truth(case, x, skip, arrays.get("scale"), arrays.get("bias"))
+    if "sum" in rows and case.in_place != "y=x":
+        np.testing.assert_array_equal(rows["sum"].astype(np.float64), expected.sum, err_msg=str(case))
+    compare(case, rows["y"].astype(np.float64), expected)
+    gaps = case.pad and case.rows > 1 and not case.in_place
+    if gaps:  # what lies between rows is still what it was
+        between = np.lib.stride_tricks.as_strided(
+            arrays["y"][case.width :].view(np.uint8),
+            (case.rows - 1, case.pad * arrays["y"].itemsize),
+            ((case.width + case.pad) * arrays["y"].itemsize, 1),
+        )
+        assert (between == 0xFF).all(), case
+    return report
+
+
+def compare(case: Case, y: np.ndarray, expected: emu.Truth) -> None:
+    same_kind = (np.isnan(y) == np.isnan(expected.y)) & (np.isinf(y) == np.isinf(expected.y))
+    assert same_kind.all(), case
+    finite = np.isfinite(expected.y)
+    error = np.abs(y - np.where(finite, expected.y, 0))
+    assert (error[finite] <= np.broadcast_to(expected.slack, y.shape)[finite]).all(), case
+    if case.x != "f32" and finite.any():
+        # Statistics in float32 move a rounding now and then. A wrong order of roundings moves far more.
+        share = (error[finite] != 0).mean()
+        assert share <= 0.02 + 3 / finite.sum(), f"{case}: {share:.1%} of elements are rounded otherwise"
+
+
+@pytest.mark.parametrize(("x", "params"), PAIRS)
+def test_every_variant_is_what_float64_says(x: str, params: str) -> None:
+    options = itertools.product(
+        [False, True], emu.EPS_MODES, ["full", "one", "none"], ["none", "full", "one"], [False, True]
+    )
+    widths = itertools.cycle([8, 24, 64, 200, 264, 520, 2048, 8192, 17, 33, 301, 5001])
+    devices = itertools.cycle([SM90, SM80, SM75])
+    for seed, (before, eps_mode, scale, bias, skip) in enumerate(options):
+        if x == "f32" and before:
+            continue
+        for width, device in zip(itertools.islice(widths, 3), devices, strict=False):
+            checked(Case(width, 3, x, params, before, eps_mode, 1e-3, scale, bias, skip, device=device, seed=seed))
+
+
+@pytest.mark.parametrize(("x", "params"), PAIRS)
+def test_widths_to_1100(x: str, params: str) -> None:
+    random = np.random.default_rng(7)
+    for i, width in enumerate(sorted({*EDGES, *random.integers(1, 1101, 40).tolist()})):
+        checked(
+            Case(width, 5, x, params, before_cast=i % 2 == 0, skip=i % 3 == 0, bias="full" if i % 5 == 0 else "none")
+        )
+
+
+@pytest.mark.parametrize("width", [4097, 8200, 16384, 16392, 32768, 65535, 65544, 131072, 131077])
+@pytest.mark.parametrize("device", [SM80, SM90], ids=["sm80", "sm90"])
+def test_long_rows(width: int, device: emu.Device) -> None:
+    for x in ("f16", "f32"):
+        checked(Case(width, 2, x, "f32", skip=width % 3 == 0, device=device))
+
+
+@pytest.mark.parametrize("device", [SM75, SM90], ids=["sm75", "sm90"])
+@pytest.mark.parametrize("sum_given", [True, False])
+def test_rows_longer_than_the_chip_holds(device: emu.Device, sum_given: bool) -> None:
+    small = emu.Device(device.compute, device.multiprocessors, 3 * 16 * 1024, 1)
+    for width in (300_000, 300_001):
+        report = checked(Case(width, 2, "bf16", "bf16", skip=True, sum_given=sum_given, device=small))
+        if device is SM75:
+            assert report.of("x_again").bytes > 0 or sum_given
+
+
+@pytest.mark.parametrize("late", ["x", "skip", "y", "sum", "scale", "bias"])
+def test_misaligned_pointers(late: str) -> None:
+    for x, params in PAIRS:
+        for width in (8, 64, 1024, 6144):
+            checked(Case(width, 3, x, params, bias="full", skip=True, misaligned=(late,)))
+
+
+@pytest.mark.parametrize("pad", [1, 8, 24])
+def test_strided_rows(pad: int) -> None:
+    for width in (5, 64, 72, 1000, 6000):
+        for x in ("f32", "f16"):
+            checked(Case(width, 7, x, x, skip=True, pad=pad))
+
+
+def test_one_row_repeated() -> None:
+    for width in (8, 513, 4096):
+        checked(Case(width, 4, "f16", "f16", skip=True, repeat_x=True))
+
+
+@pytest.mark.parametrize("in_place", ["y=x", "sum=x", "sum=skip", "y=skip"])
+@pytest.mark.parametrize("width", [64, 4096, 40_000, 40_001])
+def test_in_place(in_place: str, width: int) -> None:
+    skip = in_place != "y=x"
+    for device in (SM75, SM90):
+        checked(Case(width, 3, "f16", "f16", skip=skip, in_place=in_place, device=device))
+
+
+@pytest.mark.parametrize("width", [16, 512, 2048, 40_000, 600_000, 33, 1001, 20_001])
+def test_more_rows_than_blocks(width: int) -> None:
+    rows = 300 if width < 1000 else 9 if width < 100_000 else 3
+    for compute in (80, 90):
+        tiny = emu.Device(compute, 1, 100 * 1024, 1)
+        report = checked(Case(width, rows, "bf16", "bf16", device=tiny))
+        assert report.blocks >= 1
+
+
+@pytest.mark.parametrize("tactic", [1, 2, 3, 4])
+def test_every_tactic_is_right(tactic: int) -> None:
+    for width in (64, 512, 1024, 4096, 16_384, 65_536):
+        for rows in (1, 40):
+            device = emu.Device(90, 16, 232448, tactic)
+            checked(Case(width, rows, "f16", "f16", device=device))
+
+
+def test_special_values() -> None:
+    for width in (8, 100, 1024, 5000):
+        values = np.ones((6, width))
+        values[0] = 0
+        values[1, width // 2] = np.nan
+        values[2, 0] = np.inf
+        values[3] = 1e-4
+        values[4] = 6e4
+        values[5] = np.where(np.arange(width) == 3, 100, 0)
+        for eps_mode in emu.EPS_MODES:
+            for eps in (0.0, 1e-12, 1e-6):
+                for x in ("f32", "f16", "bf16"):
+                    checked(Case(width, 6, x, x, eps_mode=eps_mode, eps=eps), values)
+
+
+def test_a_subnormal_divisor_does_not_overflow() -> None:
+    values = np.full((2, 64), 1e-30)
+    values[1] = 0
+    outcome = emu.run(Case(64, 2, eps=2e-40, eps_mode="clamp", scale="none"), values)
+    assert outcome.report.fault == b""
+    np.testing.assert_allclose(outcome.rows["y"][0], 1e-30 / float(np.float32(2e-40)), rtol=1e-6)
+    assert (outcome.rows["y"][1] == 0).all()
+
+
+def test_no_rows() -> None:
+    args, arrays, _ = emu.make(Case(64, 1))
+    args.rows = 0
+    report = emu.emulate(args, SM90, [])
+    assert report.blocks == 0
+    assert np.isnan(arrays["y"]).all()
+
+
+def test_offsets_beyond_2_to_the_31() -> None:
+    stride = 2**31 + 8
+    width = 512
+    memory = mmap.mmap(-1, (stride + width) * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # no reserve
+    y = np.frombuffer(memory, dtype=np.float16)
+    args, arrays, rows = emu.make(Case(width, 2, "f16", "f16"))
+    args.y, args.y_stride = y.ctypes.data, stride
+    buffers = [(a.ctypes.data, a.nbytes, False) for n, a in arrays.items() if n != "y"]
+    report = emu.emulate(args, SM90, [*buffers, (y.ctypes.data, y.nbytes, True)])
+    assert report.fault == b""
+    expected = emu.truth(Case(width, 2, "f16", "f16"), rows["x"], None, arrays["scale"], None)
+    error = np.abs(y[stride:].astype(np.float64) - expected.y[1])
+    assert (error <= expected.slack[1]).all()
+
+
+@pytest.mark.parametrize("x", ["f32", "f16", "bf16"])
+def test_x_is_read_once_where_it_fits_on_the_chip(x: str) -> None:
+    item = emu.DTYPES[x].itemsize
+    for device in (SM75, SM80, SM90):
+        room = (device.shared_bytes - 4096 * 2) * (8 if device.compute >= 90 else 1)
+        for width in (1, 7, 64, 1000, 1001, 4096, 28_000, 32_001, 80_000):
+            if width * item > room:
+                continue
+            report = checked(Case(width, 2, x, x, skip=width % 2 == 0, device=device))
+            ideal = 2 * width * item
+            assert report.of("x").bytes + report.of("x_again").bytes <= 1.02 * ideal
+            assert report.of("skip_again").bytes == 0
+            assert report.of("y").bytes == ideal
+
+
+@pytest.mark.parametrize("x", ["f32", "f16"])
+def test_aligned_rows_move_whole_sectors(x: str) -> None:
+    for width in (64, 512, 1024, 4096, 16_384, 65_536):
+        report = checked(Case(width, 4, x, x, skip=True, bias="full"))
+        for site in emu.SITES[:6]:
+            traffic = report.of(site)
+            assert traffic.sectors <= traffic.least_sectors, (width, site)
+            assert traffic.bytes / traffic.requests >= 128, (width, site)
+
+
+def test_a_row_in_a_warp_needs_no_barrier_and_others_one() -> None:
+    for width, most in ((64, 0), (256, 0), (1024, 0), (4096, 1), (16_384, 1)):
+        rows = 2000 if width < 2000 else 200
+        report = checked(Case(width, rows, "f16", "f16", device=emu.Device(90, 2, 232448, 1)))
+        assert report.barriers <= most * rows
+
+
+def test_the_emulator_sees_what_a_device_would_not_forgive() -> None:
+    args, arrays, _ = emu.make(Case(512, 2, "f16", "f16"))
+    whole = {name: (a.ctypes.data, a.nbytes, name == "y") for name, a in arrays.items()}
+    assert emu.emulate(args, SM90, list(whole.values())).fault == b""
+    for name, word in (("x", b"load from x: out of bounds"), ("y", b"store to y: out of bounds")):
+        short = whole | {name: (whole[name][0], whole[name][1] - 16, name == "y")}
+        assert word in emu.emulate(args, SM90, list(short.values())).fault
+    read_only = whole | {"y": (*whole["y"][:2], False)}
+    assert b"store to y" in emu.emulate(args, SM90, list(read_only.values())).fault
+
+
+def test_launches_cover_the_row_and_fit_the_device() -> None:
+    per_thread = {"many": 1, "thin": 1, "thick": 4, "single": 8}
+    rows = (1, 2, 40, 132, 133, 5000, 10**7)
+    widths = (1, 8, 9, 64, 128, 256, 257, 512, 1024, 4096, 4104, 8192, 16_384, 16_392, 50_257, 131_072, 2**20, 2**31)
+    for device, count, width, x in itertools.product((SM75, SM80, SM90), rows, widths, ("f32", "f16")):
+        report = emu.plan(Case(width, count, x, x, device=device))
+        layout = emu.LAYOUTS[report.layout]
+        item = emu.DTYPES[x].itemsize
+        unit = item if "single" in layout else 16
+        vectors = width * item // unit
+        assert report.reason
+        assert 32 <= report.threads <= 512
+        assert report.threads % 32 == 0
+        assert report.threads % report.lanes == 0
+        assert report.cluster == 1 or device.compute >= 90
+        assert report.cluster in (1, 2, 4, 8)
+        assert report.blocks % report.cluster == 0
+        assert 1 <= report.blocks < 2**31
+        assert report.shared_bytes <= device.shared_bytes
+        if layout in per_thread:
+            assert report.lanes * report.cluster * per_thread[layout] >= vectors
+            assert report.lanes <= 32 or report.lanes == report.threads
+
+
+def test_few_long_rows_take_many_multiprocessors() -> None:
+    assert emu.plan(Case(65_536, 1, "f16", "f16")).blocks == 8
+    assert emu.plan(Case(65_536, 1, "f16", "f16", device=SM80)).blocks == 1
+    assert emu.plan(replace(Case(4096, 1, "f16", "f16"))).threads == 512
+    assert emu.plan(Case(4096, 4096, "f16", "f16")).threads == 128
