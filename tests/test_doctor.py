@@ -21,7 +21,7 @@ def by_name() -> dict[str, BackendStatus]:
 def test_every_backend_is_listed_with_a_version_or_what_to_install():
     statuses = by_name()
     assert {"pytorch (cpu)", "pytorch (cuda)", "onnxruntime", "tensorrt", "tensorrt-rtx"} <= set(statuses)
-    assert {"custom ops for onnxruntime", "plugin for tensorrt"} <= set(statuses)
+    assert {"native ort: custom ops for onnxruntime", "native tensorrt: plugin for tensorrt"} <= set(statuses)
     for status in statuses.values():
         assert status.detail
         assert status.available or status.install, status

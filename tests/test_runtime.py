@@ -16,6 +16,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from rmsnorm_deploy import native
 from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
 from rmsnorm_deploy.runtime import open_session
 from rmsnorm_deploy.runtime.binding import bind_call, bind_parameters, flatten
@@ -512,7 +513,7 @@ def test_tensorrt_is_told_of_the_plugin_library_where_it_is_built(tmp_path, monk
 
 def test_custom_ops_that_are_asked_for_and_not_built_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("rmsnorm_deploy.runtime.onnxruntime_session.native_library", lambda kind: None)
-    with pytest.raises(BackendUnavailable, match="custom-op library is not built"):
+    with pytest.raises(BackendUnavailable, match="custom ops are not built: run"):
         open_session(identity_bundle(tmp_path), "onnxruntime", custom_ops=True)
     session = open_session(identity_bundle(tmp_path), "onnxruntime", custom_ops="auto")
     assert session.custom_ops is None
@@ -529,6 +530,19 @@ def test_a_library_that_does_not_load_costs_speed_and_not_the_session(tmp_path, 
     assert session(torch.ones(2, 3))[0].sum() == 6
     with pytest.raises(BackendUnavailable, match=r"libbroken\.so does not serve"):
         open_session(identity_bundle(tmp_path), "onnxruntime", custom_ops=True)
+
+
+@pytest.mark.skipif(native.find_library("ort") is None, reason="python -m rmsnorm_deploy.native build was not run")
+def test_options_of_the_caller_serve_many_sessions_with_custom_ops(tmp_path):
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    for _ in range(2):
+        session = open_session(identity_bundle(tmp_path), "onnxruntime", session_options=options, custom_ops=True)
+        assert session.custom_ops is not None
+        assert session(torch.ones(2, 3))[0].sum() == 6
+    untouched = open_session(identity_bundle(tmp_path), "onnxruntime", session_options=ort.SessionOptions())
+    assert "rmsnorm_deploy.register" in untouched.custom_ops_reason
 
 
 def test_threads_share_a_session(tmp_path):

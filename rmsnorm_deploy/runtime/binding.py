@@ -71,10 +71,24 @@ def bind_parameters(parameters: Sequence[str], args: Sequence[Any], kwargs: Mapp
 
 def flatten(root: str, value: Any) -> dict[str, Any]:
     """Leaves of a nested value by path, dots between the keys; None is a leaf, an empty container has none."""
-    if value is None or is_array(value):
-        return {root: value}
-    pairs, _ = pytree.tree_flatten_with_path(value)
-    return {".".join([root, *(key_text(key) for key in path)]): leaf for path, leaf in pairs}
+    leaves: dict[str, Any] = {}
+    _flatten_into(leaves, root, value)
+    return leaves
+
+
+def _flatten_into(leaves: dict[str, Any], path: str, value: Any) -> None:
+    kind = type(value)
+    if value is None or isinstance(value, (torch.Tensor, np.ndarray)):
+        leaves[path] = value
+    elif kind is tuple or kind is list:
+        for index, item in enumerate(value):
+            _flatten_into(leaves, f"{path}.{index}", item)
+    elif kind is dict:
+        for key, item in value.items():
+            _flatten_into(leaves, f"{path}.{key}", item)
+    else:  # named tuples, registered classes such as caches, and every other leaf
+        for keys, leaf in pytree.tree_flatten_with_path(value)[0]:
+            leaves[".".join([path, *(key_text(key) for key in keys)])] = leaf
 
 
 def key_text(key: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import types
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,9 @@ from rmsnorm_deploy.runtime.session import BundleLike, Session
 from rmsnorm_deploy.runtime.tensors import DTYPES, NAME_OF_ONNX, Array, Buffer, buffer_of, torch_dtype
 
 INSTALL = "pip install onnxruntime (or onnxruntime-gpu)"
+
+# Options that have the library: a second registration would make every session with them fail.
+_WITH_OPS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 OPTIMIZATION = {
     "all": "ORT_ENABLE_ALL",
@@ -90,8 +94,9 @@ class OnnxRuntimeSession(Session):
 
     def _create(self, model: Path, library: Path | None) -> Any:
         options = self._options()
-        if library is not None:
+        if library is not None and options not in _WITH_OPS:
             options.register_custom_ops_library(str(library))
+            _WITH_OPS.add(options)
         return self._ort.InferenceSession(str(model), options, providers=self._providers)
 
     def _options(self) -> Any:
@@ -140,7 +145,8 @@ class OnnxRuntimeSession(Session):
             self._session.run_with_iobinding(binding)
             if cuda is not None:
                 binding.synchronize_outputs()
-            return [_as_torch(value, buffers.values()) for value in binding.get_outputs()]
+            fed = {buffer.address for buffer in buffers.values()}
+            return [_as_torch(value, fed) for value in binding.get_outputs()]
         except self._errors as error:
             raise InputError(f"onnxruntime {self._ort.__version__} cannot run the model: {one_line(error)}") from error
 
@@ -174,8 +180,8 @@ def _choose_library(custom_ops: bool | str, user_options: bool) -> tuple[Path | 
         return None, "session_options were given: rmsnorm_deploy.register(session_options) adds the ops to them"
     library = native_library("ort")
     if library is None and custom_ops is True:
-        raise BackendUnavailable("the custom-op library is not built: see docs/kernels.md, or use custom_ops='auto'")
-    return library, f"registered {library.name}" if library else "the custom-op library is not built"
+        raise BackendUnavailable("the custom ops are not built: run python -m rmsnorm_deploy.native build")
+    return library, f"registered {library.name}" if library else "the custom ops are not built"
 
 
 def _bind_input(binding: Any, name: str, buffer: Buffer) -> None:
@@ -185,7 +191,7 @@ def _bind_input(binding: Any, name: str, buffer: Buffer) -> None:
     binding.bind_input(name, buffer.device, buffer.device_index, element, list(buffer.shape), buffer.address)
 
 
-def _as_torch(value: Any, inputs: Any) -> torch.Tensor:
+def _as_torch(value: Any, fed: set[int]) -> torch.Tensor:
     """An OrtValue as a tensor over the same memory, except where that memory is the caller's own input."""
     dtype = torch_dtype(NAME_OF_ONNX[value.element_type()])
     if not hasattr(value, "__dlpack__"):
@@ -194,8 +200,7 @@ def _as_torch(value: Any, inputs: Any) -> torch.Tensor:
     if tensor.dtype != dtype:  # versions before DLPack had a bool give it as uint8
         tensor = tensor.view(dtype)
     # A model that passes an input through hands back the fed address, which nobody keeps alive.
-    address = tensor.data_ptr()
-    return tensor.clone() if any(buffer.overlaps(address) for buffer in inputs) else tensor
+    return tensor.clone() if tensor.data_ptr() in fed else tensor
 
 
 def _copy_out(value: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import types
 from pathlib import Path
 
@@ -28,10 +27,9 @@ def load_module(name: str, install: str) -> types.ModuleType:
 
 def native_library(kind: str) -> Path | None:
     """The compiled library of that kind ("ort", "tensorrt", "tensorrt-ort"), or None where it is not built."""
-    if importlib.util.find_spec("rmsnorm_deploy.native") is None:
-        return None
-    library: Path | None = importlib.import_module("rmsnorm_deploy.native").find_library(kind)
-    return library
+    from rmsnorm_deploy import native
+
+    return native.find_library(kind)
 
 
 def one_line(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from rmsnorm_deploy.errors import BackendUnavailable
 from rmsnorm_deploy.runtime.cuda import no_gpu_cure, no_gpu_reason
-from rmsnorm_deploy.runtime.optional import load_module, native_library
+from rmsnorm_deploy.runtime.optional import load_module
 from rmsnorm_deploy.runtime.tensorrt_session import MODULES
 
 PROVIDER_INSTALL = {
@@ -26,6 +26,14 @@ PROVIDER_INSTALL = {
 }
 
 RTX_BUILDS_FOR = (75, 80, 86, 89, 120, 121)
+
+NATIVE_PURPOSE = {
+    "cpu": "kernels for the CPU",
+    "ort": "custom ops for onnxruntime",
+    "cuda": "kernels for CUDA",
+    "tensorrt": "plugin for tensorrt",
+    "tensorrt-ort": "plugin for onnxruntime's TensorRT provider",
+}
 
 PACKAGES = (
     "torch", "numpy", "ml_dtypes", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu", "tensorrt",
@@ -121,10 +129,12 @@ def _tensorrt(backend: str) -> BackendStatus:
 
 
 def _native() -> Iterator[BackendStatus]:
-    for kind, label in (("ort", "custom ops for onnxruntime"), ("tensorrt", "plugin for tensorrt")):
-        library = native_library(kind)
-        if library is not None:
-            yield BackendStatus(label, True, None, str(library))
+    from rmsnorm_deploy import native
+
+    for library in native.status():
+        label = f"native {library.kind}: {NATIVE_PURPOSE.get(library.kind, library.kind)}"
+        if library.path is not None:
+            yield BackendStatus(label, True, None, f"{library.detail}, {library.path}")
         else:
-            detail = "not built; models run on the function bodies in model.onnx"
-            yield BackendStatus(label, False, None, detail, "python -m rmsnorm_deploy.native")
+            detail, _, install = library.detail.partition(": run ")
+            yield BackendStatus(label, False, None, detail, install or "a checkout of the sources")

@@ -136,7 +136,8 @@ class TensorRTSession(Session):
         library = native_library("tensorrt")
         if library is None:
             raise BackendUnavailable(
-                f"engine {self.record.name} needs the TensorRT plugin library, which is not built: see docs/tensorrt.md"
+                f"engine {self.record.name} needs the TensorRT plugin library, which is not built: "
+                "run python -m rmsnorm_deploy.native build --tensorrt"
             )
         self._runtime.get_plugin_registry().load_library(str(library))
 

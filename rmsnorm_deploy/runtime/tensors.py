@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import ml_dtypes
@@ -32,11 +31,14 @@ DTYPES: dict[str, tuple[torch.dtype, Any, int]] = {
 }
 
 NAME_OF_ONNX = {code: name for name, (_, _, code) in DTYPES.items()}
+NAME_OF_TORCH = {dtype: name for name, (dtype, _, _) in DTYPES.items()}
 
 
 def dtype_name(array: Array) -> str:
     """ "float32", "bfloat16", ...: torch's name of the dtype, for numpy arrays as well."""
-    return str(array.dtype).removeprefix("torch.") if isinstance(array, torch.Tensor) else array.dtype.name
+    if isinstance(array, torch.Tensor):
+        return NAME_OF_TORCH.get(array.dtype) or str(array.dtype).removeprefix("torch.")
+    return str(array.dtype.name)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -104,14 +106,6 @@ class Buffer:
     device: str
     device_index: int
     owner: Array
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * torch_dtype(self.dtype).itemsize
-
-    def overlaps(self, address: int) -> bool:
-        """Whether ``address`` lies inside this buffer."""
-        return self.address <= address < self.address + self.nbytes
 
 
 def buffer_of(name: str, array: Array) -> Buffer:
