@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -70,7 +69,7 @@ def load_huggingface(path: Path, notes: list[str]) -> tuple[nn.Module, list[Tens
     wrapped, specs = wrap(model)
     notes.append(
         f"{type(model).__name__} from {path.name}, {str(model.dtype).removeprefix('torch.')}, "
-        f"{config._attn_implementation} attention; inputs: {', '.join(map(str, specs))}"
+        f"{model.config._attn_implementation} attention; inputs: {', '.join(map(str, specs))}"
     )
     return wrapped, specs
 
@@ -86,8 +85,8 @@ def wrap(model: Any) -> tuple[nn.Module, list[TensorSpec]]:
         and model.get_encoder() is not model
         and hasattr(model, "decoder")
     ):
-        return Seq2SeqModel(model), [ids, TensorSpec("decoder_input_ids", torch.int64, ("batch", "target"), vocabulary)]
-    return TokenModel(model), [ids]
+        return Seq2SeqModel(model).eval(), [ids, TensorSpec("decoder_input_ids", torch.int64, ("batch", "target"), vocabulary)]
+    return TokenModel(model).eval(), [ids]
 
 
 def output_name(model: nn.Module) -> str:
@@ -103,7 +102,7 @@ def output_name(model: nn.Module) -> str:
     return "logits" if type(model).__name__.endswith(heads) else "last_hidden_state"
 
 
-def import_transformers(path: Path) -> ModuleType:
+def import_transformers(path: Path | str) -> ModuleType:
     """transformers, or an InputError that says how to get it."""
     try:
         import transformers  # heavy, and needed for Hugging Face models alone
@@ -115,29 +114,26 @@ def import_transformers(path: Path) -> ModuleType:
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """No progress bars; errors only. What would have been warned of is checked and said by the caller."""
+    import transformers.modeling_gguf_pytorch_utils as transformers_gguf
     import transformers.utils.logging as transformers_logging
 
+    gguf: Any = transformers_gguf  # has a tqdm of its own that no setting turns off
     hf_logging: Any = transformers_logging
-
-    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    before = os.environ.get("TQDM_DISABLE")
+    accelerate = logging.getLogger("accelerate")
+    level, bars, accelerate_level = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled(), accelerate.level
+    tqdm = getattr(gguf, "tqdm", None)
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
-    os.environ["TQDM_DISABLE"] = "1"
-    accelerate = logging.getLogger("accelerate")
-    was = accelerate.level
     accelerate.setLevel(logging.ERROR)
+    gguf.tqdm = lambda items, **_: items
     try:
         yield
     finally:
-        accelerate.setLevel(was)
+        gguf.tqdm = tqdm
+        accelerate.setLevel(accelerate_level)
         hf_logging.set_verbosity(level)
         if bars:
             hf_logging.enable_progress_bar()
-        if before is None:
-            os.environ.pop("TQDM_DISABLE", None)
-        else:
-            os.environ["TQDM_DISABLE"] = before
 
 
 def _check_files(folder: Path, gguf: str | None) -> None:
@@ -203,7 +199,7 @@ def _from_pretrained(
     if config.model_type.startswith(_EAGER_ATTENTION):
         options["attn_implementation"] = "eager"
     if _has_experts(config):
-        options["experts_implementation"] = "eager"
+        options["experts_implementation"] = "batched_mm"  # the eager loop over experts has no static graph
     try:
         model, info = model_class.from_pretrained(folder, **options)
     except LOAD_ERRORS as error:
