@@ -57,7 +57,7 @@ def test_one_last_bit_off_is_one_ulp() -> None:
 
 def test_an_element_that_cancels_is_measured_against_its_row() -> None:
     truth = np.asarray([[1.0, -1.0, 1e-9, 1.0]])
-    got = (truth + [[0, 0, 2.0**-24, 0]]).astype(np.float32)
+    got = np.add(truth, [[0, 0, 2.0**-24, 0]]).astype(np.float32)
     assert ulp_error(got, truth).max < 2.0
 
 

@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
+from google.protobuf.message import DecodeError
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
@@ -46,11 +47,15 @@ _DEFAULTS_TO_FLOAT = {
     "BlackmanWindow": "output_datatype",
 }
 
-# operators whose schemas know float32 but not float64: all their float operands are cast down, and results up
-_FLOAT32_ONLY = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "NonMaxSuppression"}
-
-# single operands that must be float32 whatever the data is
-_FLOAT32_OPERANDS = {"Resize": (1, 2), "Upsample": (1,)}
+# operands and results that the schema wants in float32: they are cast down before the operator, and up after it
+_FLOAT32_ONLY: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "QuantizeLinear": ((0, 1), ()),
+    "DequantizeLinear": ((1,), (0,)),
+    "DynamicQuantizeLinear": ((0,), (1,)),
+    "NonMaxSuppression": ((0, 1, 3, 4), ()),
+    "Resize": ((1, 2), ()),
+    "Upsample": ((1,), ()),
+}
 
 _INLINE_BYTES = 1024  # smaller initializers travel inside the model: ONNX Runtime wants some as constants
 
@@ -82,7 +87,11 @@ class OnnxProgram:
         missing = [name for name in self.inputs if name not in feeds]
         if missing:
             raise InputError(f"no array for input {missing[0]!r}; the model takes {', '.join(self.inputs)}")
-        return list(self._run(None, {name: _widen(feeds[name]) for name in self.inputs}))
+        wide = {name: _widen(feeds[name]) for name in self.inputs}
+        try:
+            return list(self._run(None, wide))
+        except _run_errors() as error:
+            raise InputError(f"the model does not run in float64: {' '.join(str(error).split())[:400]}") from error
 
 
 def load(path: Path) -> ir.Model:
@@ -91,7 +100,7 @@ def load(path: Path) -> ir.Model:
         return ir.load(path)
     except FileNotFoundError:
         raise InputError(f"no such file: {path}") from None
-    except (OSError, ValueError, TypeError, ir.passes.PassError) as error:
+    except (OSError, ValueError, TypeError, DecodeError) as error:
         raise InputError(f"{path} is not a readable ONNX file: {error}") from error
 
 
@@ -163,9 +172,7 @@ def _lift_node(node: ir.Node) -> None:
         fill = node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1, np.float32)
         node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_widen(fill)))
     elif node.op_type in _FLOAT32_ONLY:
-        _isolate(node, range(len(node.inputs)), results=True)
-    elif node.op_type in _FLOAT32_OPERANDS:
-        _isolate(node, _FLOAT32_OPERANDS[node.op_type], results=False)
+        _isolate(node, *_FLOAT32_ONLY[node.op_type])
     default = _DEFAULTS_TO_FLOAT.get(node.op_type)
     if default and default not in node.attributes:
         node.attributes[default] = ir.AttrInt64(default, _DOUBLE)
@@ -190,32 +197,47 @@ def _lift_constant(node: ir.Node) -> None:
         node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_widen(array)))
 
 
-def _isolate(node: ir.Node, positions: Iterable[int], results: bool) -> None:
-    """Cast the float operands of ``node`` at ``positions`` to float32, and its float results to float64."""
-    for position in positions:
+def _isolate(node: ir.Node, operands: Iterable[int], results: Iterable[int]) -> None:
+    """Cast ``operands`` of ``node`` to float32, and ``results`` to float64."""
+    assert node.graph is not None
+    for position in operands:
         value = node.inputs[position] if position < len(node.inputs) else None
-        if value is None or not _was_float(value):
-            continue
-        cast = ir.node("Cast", [value], attributes={"to": int(ir.DataType.FLOAT)})
-        assert node.graph is not None
-        node.graph.insert_before(node, cast)
-        node.replace_input_with(position, cast.outputs[0])
-    for output in [value for value in node.outputs if results and _was_float(value)]:
+        if value is not None:
+            cast = ir.node("Cast", [value], attributes={"to": int(ir.DataType.FLOAT)})
+            node.graph.insert_before(node, cast)
+            node.replace_input_with(position, cast.outputs[0])
+    for position in results:
+        output = node.outputs[position]
         cast = ir.node("Cast", [output], attributes={"to": _DOUBLE})
-        assert node.graph is not None
         node.graph.insert_after(node, cast)
-        for user, position in [use for use in output.uses() if use.node is not cast]:
-            user.replace_input_with(position, cast.outputs[0])
+        _take_over(output, cast)
 
 
-def _was_float(value: ir.Value) -> bool:
-    return value.dtype is None or value.dtype in _NARROW or value.dtype == ir.DataType.DOUBLE
+def _take_over(narrow: ir.Value, cast: ir.Node) -> None:
+    """Let every user of ``narrow`` read the cast instead; a graph's output passes on its name too."""
+    wide = cast.outputs[0]
+    if narrow.is_graph_output():
+        wide.type, wide.shape = ir.TensorType(ir.DataType.DOUBLE), narrow.shape
+        wide.name, narrow.name = narrow.name, f"{narrow.name}_narrow"
+    narrow.replace_all_uses_with(wide, replace_graph_outputs=True)
+    cast.replace_input_with(0, narrow)
 
 
 def _widen(array: Any) -> Array:
     array = np.asarray(array)
     narrow = array.dtype in (np.dtype(np.float16), np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
     return np.ascontiguousarray(array.astype(np.float64) if narrow else array).reshape(array.shape)
+
+
+def _run_errors() -> tuple[type[Exception], ...]:
+    """What an operator raises that cannot take its operands, in either engine (ONNX Runtime's have no common base)."""
+    errors: list[type[Exception]] = [RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError]
+    try:
+        from onnxruntime.capi import onnxruntime_pybind11_state as state
+    except ImportError:
+        return tuple(errors)
+    own = [item for item in vars(state).values() if isinstance(item, type) and issubclass(item, Exception)]
+    return (*errors, *own)
 
 
 def _ort_session(proto: onnx.ModelProto, arrays: dict[str, Array]) -> Any:

@@ -110,7 +110,7 @@ class TorchProgram:
         return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
     def constant(self, value: torch.Tensor, lift: bool) -> torch.Tensor:
-        """A parameter as it is, or in float64 (made once, tied ones once in all); a buffer as a copy, to be written to."""
+        """A parameter as it is, or in float64 (tied ones made once); a buffer as a copy, to be written to."""
         if not isinstance(value, torch.nn.Parameter):
             copy = value.detach().clone()
             return widen(copy) if lift else copy

@@ -65,10 +65,15 @@ class TorchOracle(Oracle):
         return f"the traced PyTorch program with every float in float64{exception}"
 
     def __call__(self, feeds: Mapping[str, Array]) -> list[Array]:
+        from rmsnorm_deploy.runtime.optional import one_line
         from rmsnorm_deploy.runtime.tensors import to_numpy, to_torch
 
         by_path = {self._paths.get(name, name): to_torch(array) for name, array in feeds.items()}
-        return [to_numpy(tensor) for tensor in self.program.run(self.program.bind(by_path), lift=True)]
+        values = self.program.bind(by_path)
+        try:
+            return [to_numpy(tensor) for tensor in self.program.run(values, lift=True)]
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+            raise InputError(f"the traced program does not run in float64: {one_line(error)}") from error
 
 
 class OnnxOracle(Oracle):

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from rmsnorm_deploy.errors import InputError
-from rmsnorm_deploy.parity.ulp import Array, Array64
+from rmsnorm_deploy.parity.ulp import FORMATS, Array, Array64
 
 # torch.export writes 2 as the minimum of dims whose user named none: only a larger one is the user's word
 _TORCH_OWN_MINIMUM = 2
@@ -85,9 +85,8 @@ def load_samples(path: Path, manifest: Mapping[str, Any]) -> list[Sample]:
     wrong = sorted(set(arrays) ^ set(inputs))
     if wrong:
         missing = wrong[0] in inputs
-        raise InputError(
-            f"{path} {'lacks' if missing else 'has an unknown'} input {wrong[0]!r}; the model takes {', '.join(inputs)}"
-        )
+        problem = f"lacks input {wrong[0]!r}" if missing else f"has an unknown input {wrong[0]!r}"
+        raise InputError(f"{path} {problem}; the model takes {', '.join(inputs)}")
     feeds = {name: _fit(path, item, arrays[name]) for name, item in inputs.items()}
     return [Sample(f"user, {path.name}", "user", feeds)]
 
@@ -235,7 +234,7 @@ def _tiny(random: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Ar
 
 
 def _subnormal(random: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array64:
-    smallest = float(ml_dtypes.finfo(_FLOATS[dtype]).smallest_normal)
+    smallest = 2.0 ** FORMATS[dtype].emin
     return random.standard_normal(shape) * smallest * 0.25
 
 
@@ -263,7 +262,7 @@ def _mixed(random: np.random.Generator, shape: tuple[int, ...], dtype: str) -> A
 
 def _one_a_row(random: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.bool_]]:
     width = max(shape[-1], 1)
-    return np.arange(shape[-1]) == random.integers(0, width, (*shape[:-1], 1))
+    return np.equal(np.arange(shape[-1]), random.integers(0, width, (*shape[:-1], 1)))
 
 
 PATTERNS: dict[str, Callable[[np.random.Generator, tuple[int, ...], str], Array64]] = {
@@ -300,8 +299,6 @@ def _fit(path: Path, item: Mapping[str, Any], array: Array) -> Array:
     if array.dtype.kind not in "iub" or not np.array_equal(fitted, array):
         raise InputError(f"{path}: input {name!r} is {array.dtype}, and its values do not fit the model's {dtype}")
     high = item.get("high")
-    if high and fitted.size and not (0 <= fitted.min() and fitted.max() < high):
-        raise InputError(
-            f"{path}: input {name!r} holds ids outside 0..{high - 1}, which the model's table does not have"
-        )
+    if high and fitted.size and (fitted.min() < 0 or fitted.max() >= high):
+        raise InputError(f"{path}: input {name!r} holds ids outside 0..{high - 1}, past the model's table")
     return fitted

@@ -1,0 +1,182 @@
+"""What parity found: plain data, to and from JSON. The rule ids in `VERDICTS` are stable."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.parity.ulp import UlpError
+
+FORMAT = 1
+
+PASS = "pass"
+PASS_LIKE_EAGER = "pass-better-than-eager"
+FAIL = "fail"
+NOT_RUN = "not-run"
+
+VERDICTS = {
+    PASS: "within the budget",
+    PASS_LIKE_EAGER: "over the budget, and not worse than twice the model's own error before export",
+    FAIL: "over the budget, and worse than the model before export",
+    NOT_RUN: "could not be judged here",
+}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The error an output may have, in ULPs of its dtype ``unit``: at most ``max`` anywhere and ``mean`` on average.
+
+    ``computed_in`` is the narrowest float dtype of the model, ``norms``, ``matmuls`` and ``width`` what it was derived
+    from (see docs/parity.md).
+    """
+
+    unit: str
+    computed_in: str
+    norms: int
+    matmuls: int
+    width: int
+    max: float
+    mean: float
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """One sample that was tried; ``skipped`` says why it judges nothing (the model itself refuses it)."""
+
+    name: str
+    kind: str
+    dims: dict[str, int] = field(default_factory=dict)
+    skipped: str | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One output of one backend on one sample. ``eager`` is the error of the model before export on the same input."""
+
+    backend: str
+    sample: str
+    output: str
+    dtype: str
+    verdict: str
+    error: UlpError | None
+    eager: UlpError | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class BackendResult:
+    """The worst over all samples and outputs of one backend.
+
+    ``versus_eager`` is the mean error as a ratio to eager's, over all measurements: below 1 is more exact.
+    """
+
+    name: str
+    title: str
+    verdict: str
+    reason: str | None = None
+    error: UlpError | None = None
+    versus_eager: float | None = None
+    worst_sample: str | None = None
+    worst_output: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """The whole answer. ``ok`` is false when a backend fails, or nothing could be judged (``problem`` says why)."""
+
+    oracle: str
+    baseline: str | None
+    seed: int
+    budgets: dict[str, Budget]
+    samples: list[SampleRecord]
+    backends: list[BackendResult]
+    measurements: list[Measurement]
+    seconds: float = 0.0
+    problem: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.problem is None and not any(backend.verdict == FAIL for backend in self.backends)
+
+    def backend(self, name: str) -> BackendResult:
+        """The result of one backend; KeyError for a name that was not asked for."""
+        return {backend.name: backend for backend in self.backends}[name]
+
+    def summary(self) -> list[str]:
+        """A line a backend, the worst first, after a line that gives the verdict."""
+        lines = [self.headline()]
+        for backend in self.backends:
+            lines.append(f"{backend.title}: {backend.verdict}{_figures(backend)}")
+        return lines
+
+    def headline(self) -> str:
+        """The verdict in one sentence."""
+        if self.problem is not None:
+            return f"Not proved: {self.problem}"
+        failed = [backend.title for backend in self.backends if backend.verdict == FAIL]
+        if failed:
+            return f"Parity failed on {', '.join(failed)}"
+        ran = [backend.title for backend in self.backends if backend.verdict != NOT_RUN]
+        judged = sum(sample.skipped is None for sample in self.samples)
+        return f"{', '.join(ran)}: same model as before export, on {judged} inputs against float64"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types; infinity and NaN are the strings "inf", "-inf" and "nan"."""
+        return {"format": FORMAT, "ok": self.ok, "headline": self.headline(), **_plain(dataclasses.asdict(self))}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ParityReport:
+        """The inverse of `to_json`. Raises InputError for another format."""
+        if data.get("format") != FORMAT:
+            raise InputError(f"parity.json has format {data.get('format')!r}, this version reads {FORMAT}")
+        try:
+            return cls(
+                oracle=data["oracle"],
+                baseline=data["baseline"],
+                seed=data["seed"],
+                budgets={name: Budget(**_numbers(budget)) for name, budget in data["budgets"].items()},
+                samples=[SampleRecord(**sample) for sample in data["samples"]],
+                backends=[_restore(BackendResult, backend) for backend in data["backends"]],
+                measurements=[_restore(Measurement, measurement) for measurement in data["measurements"]],
+                seconds=data["seconds"],
+                problem=data["problem"],
+            )
+        except (KeyError, TypeError) as error:
+            raise InputError(f"parity.json is not one of this package's: {error}") from error
+
+
+def _figures(backend: BackendResult) -> str:
+    if backend.reason:
+        return f" ({backend.reason})"
+    if backend.error is None:
+        return ""
+    return f" (max {backend.error.max:.3g}, mean {backend.error.mean:.3g} ULP; worst on {backend.worst_sample})"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
+    special = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+    return {key: special.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
+
+
+def _restore(kind: type[Any], record: Mapping[str, Any]) -> Any:
+    values = dict(record)
+    for name in ("error", "eager"):
+        if isinstance(values.get(name), Mapping):
+            error = _numbers(values[name])
+            values[name] = UlpError(**{**error, "worst": tuple(error["worst"]), "histogram": tuple(error["histogram"])})
+    return kind(**values)

@@ -1,0 +1,203 @@
+"""Parity of a bundle: every backend against the float64 oracle, with the model's own error before export beside it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
+from rmsnorm_deploy.parity.backends import Backend, chosen, open_baseline
+from rmsnorm_deploy.parity.judge import budgets, judge
+from rmsnorm_deploy.parity.oracle import BundleLike, open_oracle
+from rmsnorm_deploy.parity.result import (
+    FAIL,
+    NOT_RUN,
+    PASS,
+    PASS_LIKE_EAGER,
+    BackendResult,
+    Budget,
+    Measurement,
+    ParityReport,
+    SampleRecord,
+)
+from rmsnorm_deploy.parity.samples import Sample, make_samples
+from rmsnorm_deploy.parity.ulp import Array, UlpError, ulp_error, worst_of
+
+if TYPE_CHECKING:
+    from rmsnorm_deploy.runtime.session import Session
+
+Progress = Callable[[str], None]
+
+_SEVERITY = {NOT_RUN: 0, PASS: 1, PASS_LIKE_EAGER: 2, FAIL: 3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One sample with its truth, and the dtype and error of the model before export by output name."""
+
+    sample: Sample
+    truth: dict[str, Array]
+    eager: dict[str, tuple[str, UlpError]]
+
+
+def run_parity(
+    bundle: BundleLike,
+    *,
+    backends: Sequence[str] | None = None,
+    seed: int = 0,
+    samples: Sequence[Sample] | None = None,
+    progress: Progress | None = None,
+) -> ParityReport:
+    """Judge ``bundle`` on ``backends`` (None: all of `backends.BACKENDS`) with ``samples`` (None: `make_samples`).
+
+    ``progress`` is told what is being done, a line at a time.
+
+    Raises:
+        InputError: an unknown backend name, or a bundle without its source.
+        BackendUnavailable: a backend in ``backends`` is not on this machine.
+    """
+    start = time.perf_counter()
+    say = progress or _silent
+    judged = chosen(backends)
+    limits = budgets(bundle.manifest, bundle.model_path)
+    say("lifting the model to float64")
+    oracle = open_oracle(bundle)
+    baseline = open_baseline(bundle)
+    inputs = list(samples) if samples is not None else make_samples(bundle.manifest, seed=seed)
+    names = [item["name"] for item in bundle.manifest["signature"]["outputs"]]
+    cases, records = _cases(inputs, names, oracle, baseline[1] if baseline else None, say)
+    results, measurements = [], []
+    for backend in judged:
+        say(f"parity of {backend.title}")
+        if baseline is not None and backend.title == baseline[0]:
+            result, own = _judge_baseline(backend, cases, limits)
+        else:
+            result, own = _judge_backend(bundle, backend, cases, limits, insist=backends is not None)
+        results.append(result)
+        measurements += own
+    skipped = [record.skipped for record in records if record.skipped]
+    return ParityReport(
+        oracle=oracle.description,
+        baseline=baseline[0] if baseline else None,
+        seed=seed,
+        budgets=limits,
+        samples=records,
+        backends=results,
+        measurements=measurements,
+        seconds=time.perf_counter() - start,
+        problem=None if cases else f"no input could be judged: {skipped[0] if skipped else 'there are no samples'}",
+    )
+
+
+def _silent(message: str) -> None:
+    return None
+
+
+def _cases(
+    samples: Sequence[Sample],
+    names: Sequence[str],
+    oracle: Callable[[dict[str, Array]], list[Array]],
+    baseline: Session | None,
+    say: Progress,
+) -> tuple[list[Case], list[SampleRecord]]:
+    """Truth and eager's own error for each sample; a sample that either refuses judges nobody, and says why."""
+    cases, records = [], []
+    for index, sample in enumerate(samples):
+        say(f"float64 truth {index + 1} of {len(samples)}: {sample.name}")
+        record = SampleRecord(sample.name, sample.kind, sample.dims)
+        try:
+            own = _run(baseline, sample) if baseline is not None else {}
+            truth = dict(zip(names, oracle(sample.feeds), strict=True))
+            eager = {name: (array.dtype.name, ulp_error(array, truth[name])) for name, array in own.items()}
+        except (DeployError, ValueError) as error:
+            records.append(replace(record, skipped=f"the model refuses it: {error}"))
+            continue
+        records.append(record)
+        cases.append(Case(sample, truth, eager))
+    return cases, records
+
+
+def _run(session: Session, sample: Sample) -> dict[str, Array]:
+    import numpy as np
+
+    return {name: np.asarray(array) for name, array in session.run(sample.feeds).items()}
+
+
+def _judge_baseline(
+    backend: Backend, cases: Sequence[Case], limits: dict[str, Budget]
+) -> tuple[BackendResult, list[Measurement]]:
+    """The model before export ran already, for the cases."""
+    measurements = [
+        Measurement(backend.name, case.sample.name, output, dtype, judge(error, error, limits.get(dtype)), error, error)
+        for case in cases
+        for output, (dtype, error) in case.eager.items()
+    ]
+    return _summarise(backend, measurements, 0.0), measurements
+
+
+def _judge_backend(
+    bundle: BundleLike, backend: Backend, cases: Sequence[Case], limits: dict[str, Budget], insist: bool
+) -> tuple[BackendResult, list[Measurement]]:
+    start = time.perf_counter()
+    try:
+        session = bundle.session(backend.runtime, **backend.options)
+    except BackendUnavailable as error:
+        if insist:
+            raise
+        return BackendResult(backend.name, backend.title, NOT_RUN, str(error)), []
+    except InputError as error:
+        # a backend that has no kernel for the model's dtypes computes nothing wrong
+        verdict = NOT_RUN if "NOT_IMPLEMENTED" in str(error) else FAIL
+        if insist and verdict == NOT_RUN:
+            raise BackendUnavailable(f"{backend.title} cannot run this model: {error}") from error
+        return BackendResult(backend.name, backend.title, verdict, str(error)), []
+    measurements = [m for case in cases for m in _judge_case(session, backend, case, limits)]
+    return _summarise(backend, measurements, time.perf_counter() - start), measurements
+
+
+def _judge_case(session: Session, backend: Backend, case: Case, limits: dict[str, Budget]) -> list[Measurement]:
+    try:
+        outputs = _run(session, case.sample)
+    except DeployError as error:
+        verdict = NOT_RUN if backend.limited_shapes else FAIL
+        return [Measurement(backend.name, case.sample.name, "", "", verdict, None, None, str(error))]
+    return [_measure(backend, case, name, outputs[name], limits) for name in case.truth]
+
+
+def _measure(backend: Backend, case: Case, output: str, got: Array, limits: dict[str, Budget]) -> Measurement:
+    dtype = got.dtype.name
+    eager = case.eager[output][1] if case.eager else None
+    try:
+        error = ulp_error(got, case.truth[output])
+    except ValueError as problem:
+        return Measurement(backend.name, case.sample.name, output, dtype, FAIL, None, eager, str(problem))
+    verdict = judge(error, eager, limits.get(dtype))
+    return Measurement(backend.name, case.sample.name, output, dtype, verdict, error, eager)
+
+
+def _summarise(backend: Backend, measurements: Sequence[Measurement], seconds: float) -> BackendResult:
+    """The backend's verdict is its worst measurement's; where the verdicts are equal the larger error is the worse."""
+    if not measurements:
+        return BackendResult(backend.name, backend.title, NOT_RUN, "there was no input to judge it on")
+    worst = max(measurements, key=lambda m: (_SEVERITY[m.verdict], m.error.max if m.error else 0.0))
+    measured = [m for m in measurements if m.error is not None]
+    return BackendResult(
+        name=backend.name,
+        title=backend.title,
+        verdict=worst.verdict,
+        reason=worst.reason,
+        error=worst_of([m.error for m in measured if m.error]) if measured else None,
+        versus_eager=_versus_eager(measured),
+        worst_sample=worst.sample,
+        worst_output=worst.output,
+        seconds=seconds,
+    )
+
+
+def _versus_eager(measurements: Sequence[Measurement]) -> float | None:
+    """The median, over what was measured, of the mean error as a ratio to eager's."""
+    ratios = [m.error.mean / m.eager.mean for m in measurements if m.error and m.eager and m.eager.mean > 0]
+    return statistics.median(ratios) if ratios else None

@@ -1,0 +1,172 @@
+"""`python -m rmsnorm_deploy.verify BUNDLE`: every file is the one that was exported, and the model is still right.
+
+Exit status: 0 as exported, 1 a file is altered, missing or extra, or parity fails, 2 not a bundle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, DeployError, InputError
+
+MANIFEST = "manifest.json"
+ENGINES = "engines"  # built after the export, each engine with a description of its own that has its hash
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileProblem:
+    """One file that is not as exported: ``problem`` is "missing", "altered" or "extra"."""
+
+    name: str
+    problem: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.problem}: {self.detail}"
+
+
+def check_files(path: Path, progress: Callable[[str], None] | None = None) -> list[FileProblem]:
+    """Compare the files in bundle ``path`` with the hashes in its manifest, and its engines with their descriptions.
+
+    Raises:
+        InputError: ``path`` is not a bundle, or its manifest names a file outside it.
+    """
+    files = _recorded(path)
+    problems = []
+    for name, record in files.items():
+        if progress is not None:
+            progress(f"hashing {name}")
+        problems += _compare(path / name, name, record["sha256"], int(record["bytes"]))
+    problems += _engine_problems(path)
+    known = {MANIFEST, *files, *_engine_files(path)}
+    for name in _present(path):
+        if name not in known:
+            problems.append(FileProblem(name, "extra", "the export did not write it; remove it"))
+    return problems
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        files = {str(name): dict(record) for name, record in manifest["files"].items()}
+        for record in files.values():
+            _ = record["sha256"], int(record["bytes"])
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"{path} is not a bundle: it has no {MANIFEST}") from None
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path / MANIFEST} is not a bundle's: {error}") from error
+    for name in files:
+        parts = PurePosixPath(name)
+        if parts.is_absolute() or ".." in parts.parts or "\\" in name:
+            raise InputError(f"{path / MANIFEST} names {name!r}, outside the bundle")
+    return files
+
+
+def _compare(file: Path, name: str, sha256: str, size: int) -> list[FileProblem]:
+    if file.is_symlink() or not file.is_file():
+        detail = "a link stands in its place" if file.is_symlink() else "the manifest lists it"
+        return [FileProblem(name, "altered" if file.is_symlink() else "missing", detail)]
+    found = file.stat().st_size
+    if found != size:
+        return [FileProblem(name, "altered", f"it has {found} bytes, {size} when exported")]
+    if _sha256(file) != sha256:
+        return [FileProblem(name, "altered", "its sha256 is not the one in the manifest")]
+    return []
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _present(path: Path) -> Iterator[str]:
+    for file in sorted(path.rglob("*")):
+        if file.is_symlink() or not file.is_dir():
+            yield file.relative_to(path).as_posix()
+
+
+def _descriptions(path: Path) -> Iterator[tuple[Path, Mapping[str, Any]]]:
+    for file in sorted((path / ENGINES).glob("*.json")):
+        try:
+            description = json.loads(file.read_text(encoding="utf-8"))
+            _ = str(description["engine"]), str(description["sha256"])
+        except (UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{file} does not describe an engine: {error}") from error
+        yield file, description
+
+
+def _engine_files(path: Path) -> Iterator[str]:
+    for file, description in _descriptions(path):
+        yield f"{ENGINES}/{file.name}"
+        yield f"{ENGINES}/{description['engine']}"
+
+
+def _engine_problems(path: Path) -> Iterator[FileProblem]:
+    for _, description in _descriptions(path):
+        name = f"{ENGINES}/{description['engine']}"
+        file = path / name
+        if not file.is_file():
+            yield FileProblem(name, "missing", "its description is there")
+        elif _sha256(file) != description["sha256"]:
+            yield FileProblem(name, "altered", "its sha256 is not the one in its description")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rmsnorm_deploy.verify",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("bundle", type=Path, help="the folder that the export left")
+    parser.add_argument("--files-only", action="store_true", help="check the hashes and run nothing")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the inputs that parity makes up (0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(argv)
+    try:
+        return _run(options)
+    except DeployError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _run(options: argparse.Namespace) -> int:
+    from rmsnorm_deploy.parity.progress import Progress
+
+    with Progress() as progress:
+        problems = check_files(options.bundle, progress)
+        # a model that is not the one exported is not run: it may come from anyone
+        parity = None if problems or options.files_only else _parity(options, progress)
+    if options.json:
+        report = {
+            "files": [asdict(problem) for problem in problems],
+            "parity": parity.to_json() if parity is not None else None,
+        }
+        print(json.dumps(report, indent=1))
+    else:
+        lines = [str(problem) for problem in problems] or ["every file is as exported"]
+        print("\n".join(lines + (parity.summary() if parity is not None else [])))
+    return EXIT_PARITY if problems or (parity is not None and not parity.ok) else EXIT_OK
+
+
+def _parity(options: argparse.Namespace, progress: Callable[[str], None]) -> Any:
+    from rmsnorm_deploy.bundle import open_bundle
+    from rmsnorm_deploy.parity.run import run_parity
+
+    return run_parity(open_bundle(options.bundle), seed=options.seed, progress=progress)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
