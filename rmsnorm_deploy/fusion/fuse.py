@@ -1,0 +1,202 @@
+"""ONNX graph in, ONNX graph out: every RMSNorm becomes one op, and every look-alike that is left gets its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.fusion.cleanup import clean_up
+from rmsnorm_deploy.fusion.constants import Constants
+from rmsnorm_deploy.fusion.evaluate import attribute
+from rmsnorm_deploy.fusion.imports import inline_functions, resolve_casts, restore_attributes, split_contrib_norms
+from rmsnorm_deploy.fusion.interpret import Interpreter, shape_of
+from rmsnorm_deploy.fusion.prove import Proof, Prover
+from rmsnorm_deploy.fusion.recognise import Candidate, recognise
+from rmsnorm_deploy.fusion.records import LeftRecord, NormRecord, location_of, module_of
+from rmsnorm_deploy.fusion.region import CannotProveError, extract
+from rmsnorm_deploy.fusion.rewrite import Rewriter, attach_functions, can_fold, take_residual_adds
+from rmsnorm_deploy.opset import MIN_OPSET, is_fused_op
+
+
+@dataclass
+class FusionResult:
+    """What was found in a model."""
+
+    norms: list[NormRecord] = field(default_factory=list)
+    left: list[LeftRecord] = field(default_factory=list)
+
+
+def fuse(model: ir.Model, *, residual: bool = True) -> FusionResult:
+    """Fuse every RMSNorm of ``model``, in place.
+
+    Args:
+        model: opset 13 or newer; weights may stay on disk, only norms' weights that must be folded are read.
+        residual: also take residual adds into the norms behind them.
+
+    Raises:
+        InputError: the model's opset is older than 13.
+    """
+    opset = model.opset_imports.get("")
+    if opset is None or opset < MIN_OPSET:
+        raise InputError(f"the model's opset is {opset}; fusing needs {MIN_OPSET} or newer: convert the model first")
+    inline_functions(model)
+    split_contrib_norms(model)
+    restore_attributes(model)
+    resolve_casts(model)
+    search = _Search(Constants())
+    search.visit(model.graph, frozenset())
+    rewriter = Rewriter(model, search.constants)
+    proofs: dict[str, Proof] = {}
+    sources: dict[str, ir.Node] = {}
+    namer = _Namer(model)
+    for candidate, proof in search.proved:
+        source = candidate.statistic.node
+        assert source is not None
+        end = candidate.output.producer()
+        assert end is not None
+        name = namer.name(end, candidate)
+        rewriter.replace(candidate, proof.plan, name)
+        proofs[name], sources[name] = proof, end
+    if residual:
+        take_residual_adds(model.graph)
+    attach_functions(model)
+    clean_up(model)
+    norms = [_record(node, proofs.get(node.name or ""), sources.get(node.name or "")) for node in _fused(model)]
+    return FusionResult(norms, search.left)
+
+
+def _fused(model: ir.Model) -> list[ir.Node]:
+    return [node for node in model.graph.all_nodes() if is_fused_op(node)]
+
+
+@dataclass
+class _Search:
+    """Reads all graphs of a model and proves what it finds; changes nothing."""
+
+    constants: Constants
+    proved: list[tuple[Candidate, Proof]] = field(default_factory=list)
+    left: list[LeftRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.interpreter = Interpreter(self.constants)
+        self.prover = Prover()
+
+    def visit(self, graph: ir.Graph, around: Set[ir.Graph]) -> None:
+        visible = around | {graph}
+        first = len(self.interpreter.reductions)
+        for node in graph:
+            self.interpreter.visit(node)
+            for attr in node.attributes.values():
+                if attr.type == ir.AttributeType.GRAPH:
+                    self.visit(attr.as_graph(), visible)
+                elif attr.type == ir.AttributeType.GRAPHS:
+                    for sub in attr.as_graphs():
+                        self.visit(sub, visible)
+        found = recognise(graph, self.interpreter, visible)
+        reasons = {atom: reason for atom, reason in found.reasons.values()}
+        fused_nodes: set[ir.Node] = set()
+        for candidate in found.candidates:
+            proof = self._prove(candidate)
+            if isinstance(proof, Proof):
+                self.proved.append((candidate, proof))
+                fused_nodes.update(_nodes_of(candidate))
+            else:
+                reasons[candidate.statistic] = proof
+                self.left.append(_left(candidate.output.producer(), proof))
+        told = {atom for atom, _ in found.reasons.values()}
+        self.left.extend(_left(value.producer(), reason) for value, (_, reason) in found.reasons.items())
+        for node, atom in self.interpreter.reductions[first:]:
+            if node.graph is graph and node not in fused_nodes and atom not in told:
+                self.left.append(_left(node, reasons.get(atom, NOT_DIVIDED)))
+        self.left.extend(_layer_norms(graph))
+
+    def _prove(self, candidate: Candidate) -> Proof | str:
+        if not can_fold(candidate, self.constants):
+            return "its scale is a constant expression that is not understood"
+        return self.prover.prove(candidate)
+
+
+def _nodes_of(candidate: Candidate) -> list[ir.Node]:
+    try:
+        return extract(candidate).nodes
+    except CannotProveError:
+        return []
+
+
+NOT_DIVIDED = "nothing divides the tensor that was squared by the root of this mean"
+
+
+def _left(node: ir.Node | None, reason: str) -> LeftRecord:
+    assert node is not None
+    return LeftRecord(module_of(node) or node.name or node.outputs[0].name or "", node.name or "", reason, location_of(node))
+
+
+def _layer_norms(graph: ir.Graph) -> list[LeftRecord]:
+    reason = "LayerNormalization subtracts the mean: not an RMSNorm"
+    return [
+        LeftRecord(module_of(node) or node.name or "", node.name or "", reason, location_of(node))
+        for node in graph
+        if node.op_type == "LayerNormalization" and node.domain == ""
+    ]
+
+
+class _Namer:
+    """Unique names for the norms: the module's path where the exporter wrote it."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self._used = {node.name for node in model.graph.all_nodes()}
+
+    def name(self, end: ir.Node, candidate: Candidate) -> str:
+        reduce = candidate.statistic.node
+        base = module_of(end) or (reduce and module_of(reduce)) or (end.name and f"{end.name}_rms_norm") or "rms_norm"
+        name, number = base, 1
+        while name in self._used:
+            number += 1
+            name = f"{base}#{number}"
+        self._used.add(name)
+        return name
+
+
+def _record(node: ir.Node, proof: Proof | None, source: ir.Node | None) -> NormRecord:
+    skip = node.op_type.startswith("Skip")
+    x, scale = node.inputs[0], node.inputs[2 if skip else 1]
+    bias = node.inputs[3 if skip else 2] if "_bias" in node.op_type else None
+    assert x is not None
+    assert scale is not None
+    name = node.name or ""
+    stash = ir.DataType(attribute(node, "stash_type", 1))
+    return NormRecord(
+        name=name,
+        module=module_of(source or node),
+        node=name,
+        op="SkipRMSNorm" if skip else "RMSNorm",
+        op_type=node.op_type,
+        dtype=_name_of(x.dtype),
+        shape=list(shape_of(x) or []),
+        axis=attribute(node, "axis", -1),
+        epsilon=_readable(attribute(node, "epsilon", 1e-6), attribute(node, "epsilon_low", 0.0)),
+        epsilon_mode=attribute(node, "epsilon_mode", "inside"),
+        scale_order=attribute(node, "scale_order", "after_cast"),
+        stash_type=_name_of(stash),
+        scale=scale.name,
+        scale_dtype=_name_of(scale.dtype),
+        bias=bias.name if bias is not None else None,
+        residual=skip,
+        location=location_of(source or node),
+        proof={} if proof is None else {"float64": proof.float64_error, "same_bits": proof.same_bits},
+    )
+
+
+def _readable(epsilon: float, low: float) -> float:
+    """The decimal that a person wrote: the shortest that rounds to the same float32, or the exact sum."""
+    import numpy as np
+
+    return epsilon + low if low else float(str(np.float32(epsilon)))
+
+
+def _name_of(dtype: ir.DataType | None) -> str:
+    names = {"FLOAT": "float32", "DOUBLE": "float64"}
+    return "" if dtype is None else names.get(dtype.name, dtype.name.lower())

@@ -1,0 +1,529 @@
+"""Gives every value of a graph its meaning, node by node in topological order.
+
+One small method an op; whatever is not understood is an opaque atom. Casts are part of no meaning, except one that
+narrows a value which holds no statistic: that value is a new atom, because a norm of it differs from a norm of its source.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+
+import onnx_ir as ir
+
+from rmsnorm_deploy.fusion.constants import Constants
+from rmsnorm_deploy.fusion.evaluate import attribute, constant_value
+from rmsnorm_deploy.fusion.meaning import (
+    BROADCAST,
+    MAX_FACTORS,
+    Atom,
+    Interner,
+    Meaning,
+    Shape,
+    broadcast,
+    resolve,
+)
+from rmsnorm_deploy.opset import FLOAT_TYPES
+
+
+class Interpreter:
+    """Meanings of the values of a graph, of its subgraphs and of what they see from outside."""
+
+    def __init__(self, constants: Constants) -> None:
+        self.constants = constants
+        self.reductions: list[tuple[ir.Node, Atom]] = []  # every node that reduces a square
+        self.carriers: dict[tuple[object, ...], list[ir.Value]] = defaultdict(list)  # meaning -> values that hold it
+        self._atoms = Interner()
+        self._meanings: dict[ir.Value, Meaning] = {}
+
+    def visit(self, node: ir.Node) -> None:
+        """Work out what the node's outputs mean; its inputs have been visited."""
+        for output in node.outputs:
+            self.constants.lifted(output)
+            self.constants.is_constant(output)
+        if not node.outputs or node.domain not in ("", "ai.onnx"):
+            return
+        method = _METHODS.get(node.op_type)
+        meaning = method(self, node) if method is not None else None
+        if method is not None and node.inputs and node.outputs[0].dtype is None:
+            _inherit_dtype(node)
+        if meaning is not None and len(meaning.factors) <= MAX_FACTORS:
+            self._set(node.outputs[0], meaning)
+
+    def of(self, value: ir.Value) -> Meaning:
+        """The meaning of a value."""
+        meaning = self._meanings.get(value)
+        return self._set(value, self._leaf(value)) if meaning is None else meaning
+
+    def known(self, value: ir.Value) -> Meaning | None:
+        """The meaning of a value that has been visited or asked for."""
+        return self._meanings.get(value)
+
+    def _set(self, value: ir.Value, meaning: Meaning) -> Meaning:
+        if value.shape is not None:
+            meaning = Meaning(meaning.factors, meaning.constants, meaning.sign, shape_of(value))
+        self._meanings[value] = meaning
+        self.carriers[meaning.key].append(value)
+        return meaning
+
+    def _leaf(self, value: ir.Value) -> Meaning:
+        shape = shape_of(value)
+        number = self.constants.scalar(value)
+        if number is not None and number != 0 and number == number and abs(number) != float("inf"):
+            constants = {} if abs(number) == 1 else {abs(number): 1.0}
+            return Meaning({}, constants, -1 if number < 0 else 1, shape or ())
+        return self._opaque(("value", id(value)), value, shape)
+
+    def _opaque(self, key: tuple[object, ...], value: ir.Value, shape: Shape | None) -> Meaning:
+        atom = self._atoms.intern(key, kind="opaque", value=value)
+        if shape is None:
+            return Meaning({(atom, ()): 1.0}, shape=None)
+        layout = tuple(BROADCAST if dim == 1 else axis for axis, dim in enumerate(shape))
+        return Meaning({(atom, layout): 1.0}, shape=shape)
+
+    # -- products and powers
+
+    def _mul(self, node: ir.Node) -> Meaning | None:
+        return self._product(node, 1.0)
+
+    def _div(self, node: ir.Node) -> Meaning | None:
+        return self._product(node, -1.0)
+
+    def _product(self, node: ir.Node, power: float) -> Meaning | None:
+        a, b = (self.of(i) for i in node.inputs if i is not None)
+        shape = broadcast(a.shape, b.shape)
+        if shape is None or not is_float_value(node.outputs[0], node.inputs[0]):
+            return None
+        rank = len(shape)
+        product = a.of_rank(rank).times(b.of_rank(rank), power)
+        return Meaning(product.factors, product.constants, product.sign, shape)
+
+    def _pow(self, node: ir.Node) -> Meaning | None:
+        exponent = self.constants.scalar(node.inputs[1])
+        return None if exponent is None or exponent == 0 else self._raised(node, exponent)
+
+    def _raised(self, node: ir.Node, exponent: float) -> Meaning | None:
+        assert node.inputs[0] is not None
+        return self.of(node.inputs[0]).raised(exponent)
+
+    def _abs(self, node: ir.Node) -> Meaning | None:
+        assert node.inputs[0] is not None
+        inner = self.of(node.inputs[0])
+        if inner.shape is None:
+            return None
+        if inner.sign > 0 and all(atom.non_negative for atom, _ in inner.factors):
+            return inner
+        atom = self._atoms.intern(("absolute", inner.key), kind="absolute", inner=inner)
+        layout = tuple(BROADCAST if dim == 1 else axis for axis, dim in enumerate(inner.shape))
+        return Meaning({(atom, layout): 1.0}, shape=inner.shape)
+
+    def _neg(self, node: ir.Node) -> Meaning | None:
+        assert node.inputs[0] is not None
+        m = self.of(node.inputs[0])
+        return Meaning(m.factors, m.constants, -m.sign, m.shape)
+
+    # -- the constant that keeps a norm away from zero
+
+    def _add(self, node: ir.Node) -> Meaning | None:
+        return self._with_constant(node, self._shifted)
+
+    def _max(self, node: ir.Node) -> Meaning | None:
+        return self._with_constant(node, self._floored) if len(node.inputs) == 2 else None
+
+    def _clip(self, node: ir.Node) -> Meaning | None:
+        low, high = (node.inputs[i] if len(node.inputs) > i else None for i in (1, 2))
+        amount = self.constants.scalar(low)
+        assert node.inputs[0] is not None
+        if high is not None or amount is None:
+            return None
+        return self._floored(self.of(node.inputs[0]), amount)
+
+    def _with_constant(self, node: ir.Node, make: Callable[[Meaning, float], Meaning | None]) -> Meaning | None:
+        for value, other in (node.inputs, node.inputs[::-1]):
+            amount = self.constants.scalar(other)
+            if amount is not None and value is not None:
+                return make(self.of(value), amount)
+        return None
+
+    def _shifted(self, m: Meaning, amount: float) -> Meaning | None:
+        return m if amount == 0 else self._guarded(m, amount, "shifted")
+
+    def _floored(self, m: Meaning, amount: float) -> Meaning | None:
+        statistic = m.only_statistic()
+        if statistic is None or statistic[2] <= 0:
+            return None
+        if amount <= 0:
+            return m if m.sign > 0 else None
+        half = m.raised(0.5 / statistic[2])  # a floor commutes with a power: keep it under the root mean square
+        floored = self._guarded(half, amount ** (0.5 / statistic[2]), "floored") if half is not None else None
+        return None if floored is None else floored.raised(2 * statistic[2])
+
+    def _guarded(self, m: Meaning, amount: float, kind: str) -> Meaning | None:
+        statistic = m.only_statistic()
+        if statistic is None or m.sign < 0 or amount < 0:
+            return None
+        base, layout, power = statistic
+        assert base.statistic is not None
+        rest, half_powers = resolve(m.constants, base.statistic.width)
+        exact = half_powers == 0 and rest == 1
+        width = base.statistic.width or 1
+        coefficient = 1.0 if exact else rest * float(width) ** (half_powers / 2)
+        amount = amount if exact else amount / coefficient
+        atom = self._atoms.intern(
+            (kind, base.number, power, amount), kind=kind, base=base, power=power, amount=amount
+        )
+        return Meaning({(atom, layout): 1.0}, {} if exact else m.constants, 1, m.shape)
+
+    # -- reductions
+
+    def _mean_square(
+        self, node: ir.Node, square: Meaning, axes: tuple[int, ...], squared: ir.Value | None
+    ) -> tuple[Atom, Meaning] | None:
+        """The mean of ``square`` over ``axes``: its atom, and the factor and constants with axes kept."""
+        if square.shape is None or not square.factors or not axes:
+            return None
+        width = 1
+        for axis in axes:
+            dim = square.shape[axis]
+            width = width * dim if isinstance(dim, int) and width else 0
+        root = _root(square)
+        if root is None:
+            return None
+        key = ("mean", root.key, axes, len(square.shape))
+        atom = self._atoms.intern(
+            key, kind="mean", inner=root, axes=axes, width=width or None, value=squared, node=node
+        )
+        self.reductions.append((node, atom))
+        layout = tuple(BROADCAST if axis in axes or dim == 1 else axis for axis, dim in enumerate(square.shape))
+        shape = tuple(1 if axis in axes else dim for axis, dim in enumerate(square.shape))
+        return atom, Meaning({(atom, layout): 1.0}, shape=shape)
+
+    def _reduce(self, node: ir.Node, square: Meaning, squared: ir.Value | None, *, summed: bool) -> Meaning | None:
+        axes = self._reduced_axes(node, square.shape)
+        found = self._mean_square(node, square, axes, squared) if axes else None
+        if found is None or axes is None:
+            return None
+        mean = self._sum_of(*found) if summed else found[1]
+        return mean if mean is None or attribute(node, "keepdims", 1) else _without(mean, axes)
+
+    def _sum_of(self, atom: Atom, mean: Meaning) -> Meaning | None:
+        if atom.width is None:
+            return None
+        return mean.times(Meaning({}, {float(atom.width): 1.0} if atom.width != 1 else {}))
+
+    def _reduced_axes(self, node: ir.Node, shape: Shape | None) -> tuple[int, ...] | None:
+        if shape is None:
+            return None
+        axes = attribute(node, "axes")
+        if len(node.inputs) > 1 and node.inputs[1] is not None:
+            axes = self.constants.integers(node.inputs[1])
+            if axes is None:
+                return None
+        if not axes:
+            return None if attribute(node, "noop_with_empty_axes", 0) else tuple(range(len(shape)))
+        return tuple(sorted(axis % len(shape) for axis in axes))
+
+    def _reduce_mean(self, node: ir.Node) -> Meaning | None:
+        assert node.inputs[0] is not None
+        return self._reduce(node, self.of(node.inputs[0]), self._squared(node.inputs[0]), summed=False)
+
+    def _reduce_sum(self, node: ir.Node) -> Meaning | None:
+        assert node.inputs[0] is not None
+        return self._reduce(node, self.of(node.inputs[0]), self._squared(node.inputs[0]), summed=True)
+
+    def _reduce_sum_square(self, node: ir.Node) -> Meaning | None:
+        assert node.inputs[0] is not None
+        square = self.of(node.inputs[0]).raised(2)
+        return square and self._reduce(node, square, widest_source(node.inputs[0]), summed=True)
+
+    def _reduce_l2(self, node: ir.Node) -> Meaning | None:
+        total = self._reduce_sum_square(node)
+        return total and total.raised(0.5)
+
+    def _squared(self, value: ir.Value) -> ir.Value | None:
+        """The value of which ``value`` is the square, before any widening cast."""
+        node = widest_source(value).producer()
+        if node is None:
+            return None
+        a = node.inputs[0] if node.inputs else None
+        if a is None:
+            return None
+        if node.op_type == "Pow" and self.constants.scalar(node.inputs[1]) == 2:
+            source = widest_source(a)
+            inner = source.producer()
+            return widest_source(inner.inputs[0] or a) if inner is not None and inner.op_type == "Abs" else source
+        b = node.inputs[1] if node.op_type == "Mul" else None
+        return widest_source(a) if b is not None and self.of(a).key == self.of(b).key else None
+
+    def _einsum(self, node: ir.Node) -> Meaning | None:
+        """``...d,...d->...`` in any letters: the sum of squares over the axes that the result lacks."""
+        if len(node.inputs) != 2 or node.inputs[0] is None or node.inputs[1] is None:
+            return None
+        equation = attribute(node, "equation").replace(" ", "")
+        match = re.fullmatch(r"((?:\.\.\.)?)(\w+),\1\2->\1(\w*)", equation)
+        a, b = self.of(node.inputs[0]), self.of(node.inputs[1])
+        if match is None or a.shape is None or a.key != b.key:
+            return None
+        letters, kept = match[2], match[3]
+        if kept != "".join(c for c in letters if c in kept) or len(set(letters)) != len(letters):
+            return None
+        first = len(a.shape) - len(letters)
+        axes = tuple(first + i for i, letter in enumerate(letters) if letter not in kept)
+        square = a.raised(2)
+        found = square and self._mean_square(node, square, axes, widest_source(node.inputs[0]))
+        total = found and self._sum_of(*found)
+        return total and _without(total, axes)
+
+    def _matmul(self, node: ir.Node) -> Meaning | None:
+        """A row times itself as a column: ``(..., 1, d) @ (..., d, 1)``."""
+        if node.inputs[0] is None or node.inputs[1] is None:
+            return None
+        a, b = self.of(node.inputs[0]), self.of(node.inputs[1])
+        if a.shape is None or b.shape is None or len(a.shape) < 2 or len(a.shape) != len(b.shape):
+            return None
+        lead = list(range(len(a.shape) - 2))
+        if a.shape[-2] != 1 or b.shape[-1] != 1 or a.shape[-1] != b.shape[-2]:
+            return None
+        row = a.laid_out([*lead, len(lead) + 1], (*a.shape[:-2], a.shape[-1]))
+        column = b.laid_out([*lead, len(lead)], (*b.shape[:-2], b.shape[-2]))
+        square = row.raised(2) if row.key == column.key else None
+        carrier = next(iter(self.carriers.get(row.key, [])), None)
+        found = square and self._mean_square(node, square, (len(lead),), carrier and widest_source(carrier))
+        total = found and self._sum_of(*found)
+        return total and total.laid_out([*range(len(lead) + 1), BROADCAST], (*a.shape[:-2], 1, 1))
+
+    # -- ops that are norms
+
+    def _lp_normalization(self, node: ir.Node) -> Meaning | None:
+        x = node.inputs[0]
+        assert x is not None
+        m = self.of(x)
+        if attribute(node, "p", 2) != 2 or m.shape is None:
+            return None
+        return self._normalized(node, x, (attribute(node, "axis", -1) % len(m.shape),), epsilon=0.0, length=True)
+
+    def _rms_normalization(self, node: ir.Node) -> Meaning | None:
+        x, scale = node.inputs[0], node.inputs[1]
+        assert x is not None
+        m = self.of(x)
+        if m.shape is None:
+            return None
+        axes = tuple(range(attribute(node, "axis", -1) % len(m.shape), len(m.shape)))
+        normalized = self._normalized(node, x, axes, epsilon=attribute(node, "epsilon", 1e-5), length=False)
+        if normalized is None or scale is None:
+            return normalized
+        by = self.of(scale)
+        if by.shape is None or len(by.shape) > len(m.shape):
+            return None
+        product = normalized.times(by.of_rank(len(m.shape)))
+        return Meaning(product.factors, product.constants, product.sign, m.shape)
+
+    def _normalized(
+        self, node: ir.Node, x: ir.Value, axes: tuple[int, ...], *, epsilon: float, length: bool
+    ) -> Meaning | None:
+        m = self.of(x)
+        square = m.raised(2)
+        found = square and self._mean_square(node, square, axes, widest_source(x))
+        if not found:
+            return None
+        mean = self._sum_of(*found) if length else found[1]
+        guarded = mean and self._shifted(mean, epsilon)
+        inverse = guarded and guarded.raised(-0.5)
+        return inverse and m.times(inverse)
+
+    # -- what leaves the numbers as they are
+
+    def _same(self, node: ir.Node) -> Meaning | None:
+        assert node.inputs[0] is not None
+        return self.of(node.inputs[0])
+
+    def _cast(self, node: ir.Node) -> Meaning | None:
+        source, result = node.inputs[0], node.outputs[0]
+        assert source is not None
+        target = ir.DataType(attribute(node, "to")) if node.op_type == "Cast" else dtype_of(node.inputs[1])
+        if result.dtype is None and target != ir.DataType.UNDEFINED:
+            result.dtype = target
+        if source.dtype not in FLOAT_TYPES or target not in FLOAT_TYPES:
+            return None
+        meaning = self.of(source)
+        widens = target == source.dtype or is_wider(target, source.dtype)
+        if widens or meaning.statistics or not meaning.factors:
+            return meaning
+        return self._opaque(("narrowed", meaning.key, int(target)), result, meaning.shape)
+
+    def _unsqueeze(self, node: ir.Node) -> Meaning | None:
+        m, axes = self._with_axes(node)
+        if m is None or m.shape is None or axes is None:
+            return None
+        rank = len(m.shape) + len(axes)
+        new = {axis % rank for axis in axes}
+        old = iter(range(len(m.shape)))
+        return _arranged(m, [BROADCAST if axis in new else next(old) for axis in range(rank)])
+
+    def _squeeze(self, node: ir.Node) -> Meaning | None:
+        m, axes = self._with_axes(node)
+        if m is None or m.shape is None:
+            return None
+        rank = len(m.shape)
+        gone = {a % rank for a in axes} if axes is not None else {i for i, d in enumerate(m.shape) if d == 1}
+        return _arranged(m, [axis for axis in range(rank) if axis not in gone])
+
+    def _with_axes(self, node: ir.Node) -> tuple[Meaning | None, list[int] | None]:
+        assert node.inputs[0] is not None
+        if len(node.inputs) > 1 and node.inputs[1] is not None:
+            axes = self.constants.integers(node.inputs[1])
+            return (None if axes is None else self.of(node.inputs[0])), axes
+        return self.of(node.inputs[0]), attribute(node, "axes")
+
+    def _reshape(self, node: ir.Node) -> Meaning | None:
+        """A reshape that only adds or drops axes of size one."""
+        assert node.inputs[0] is not None
+        m, target = self.of(node.inputs[0]), shape_of(node.outputs[0])
+        if target is None:
+            sizes = self.constants.integers(node.inputs[1])
+            target = tuple(sizes) if sizes is not None and all(size > 0 for size in sizes) else None
+        if m.shape is None or target is None:
+            return None
+        axes: list[int] = []
+        old = [axis for axis, dim in enumerate(m.shape) if dim != 1]
+        for dim in target:
+            if dim == 1:
+                axes.append(BROADCAST)
+            elif old and dim is not None and m.shape[old[0]] == dim:
+                axes.append(old.pop(0))
+            else:
+                return self._structural(node, m, target)
+        return _arranged(m, axes) if not old else self._structural(node, m, target)
+
+    def _structural(self, node: ir.Node, m: Meaning, target: Shape) -> Meaning | None:
+        """Two equal reshapes of equal values are one atom, if the new shape says all there is to know."""
+        if any(dim is None for dim in target):
+            return None
+        return self._opaque(("reshape", m.key, m.shape, target), node.outputs[0], target)
+
+    def _expand(self, node: ir.Node) -> Meaning | None:
+        assert node.inputs[0] is not None
+        m = self.of(node.inputs[0])
+        target = shape_of(node.outputs[0]) or _known(self.constants.lifted(node.inputs[1]))
+        return None if m.shape is None or target is None else _with_shape(m.of_rank(len(target)), target)
+
+    def _transpose(self, node: ir.Node) -> Meaning | None:
+        assert node.inputs[0] is not None
+        m = self.of(node.inputs[0])
+        if m.shape is None:
+            return None
+        perm = attribute(node, "perm") or list(reversed(range(len(m.shape))))
+        return m.laid_out(perm, tuple(m.shape[axis] for axis in perm))
+
+    def _constant(self, node: ir.Node) -> Meaning | None:
+        output = node.outputs[0]
+        if output.shape is None and self.constants.lifted(output) is None and "value" not in node.attributes:
+            return None
+        if output.shape is None:
+            array = constant_value(node)
+            output.shape, output.dtype = ir.Shape(array.shape), ir.DataType.from_numpy(array.dtype)
+        return self._leaf(output)
+
+
+def _inherit_dtype(node: ir.Node) -> None:
+    """Every op of the table but a cast keeps its input's dtype; exporters leave inner values untyped."""
+    source = node.inputs[0]
+    if source is not None and source.dtype is not None and node.op_type not in ("Cast", "CastLike"):
+        node.outputs[0].dtype = source.dtype
+
+
+def _root(square: Meaning) -> Meaning | None:
+    """The root of a square, sign and absolute value aside: ``mean(x**2)`` has the root x."""
+    powers = [power for (atom, _), power in square.factors.items() if atom.statistic is None]
+    if square.sign < 0 or not powers or any(power % 2 for power in powers):
+        return None
+    factors = {factor: power / 2 for factor, power in square.factors.items()}
+    return Meaning(factors, {c: p / 2 for c, p in square.constants.items()}, 1, square.shape)
+
+
+def _without(meaning: Meaning, axes: tuple[int, ...]) -> Meaning:
+    assert meaning.shape is not None
+    return _arranged(meaning, [axis for axis in range(len(meaning.shape)) if axis not in axes])
+
+
+def _arranged(meaning: Meaning, axes: list[int]) -> Meaning:
+    shape = meaning.shape
+    assert shape is not None
+    return meaning.laid_out(axes, tuple(1 if axis == BROADCAST else shape[axis] for axis in axes))
+
+
+def _with_shape(meaning: Meaning, shape: Shape) -> Meaning:
+    return Meaning(meaning.factors, meaning.constants, meaning.sign, shape)
+
+
+def _known(array: object) -> Shape | None:
+    return None if array is None else tuple(int(d) if d > 0 else None for d in array)  # type: ignore[attr-defined]
+
+
+def shape_of(value: ir.Value) -> Shape | None:
+    """A value's dimensions: numbers, names, or None where nothing is known."""
+    if value.shape is None:
+        return None
+    return tuple(dim if isinstance(dim, int) else (None if dim.value is None else str(dim.value)) for dim in value.shape)
+
+
+def dtype_of(value: ir.Value | None) -> ir.DataType:
+    """A value's dtype, UNDEFINED where it is not known."""
+    return ir.DataType.UNDEFINED if value is None or value.dtype is None else value.dtype
+
+
+def is_float_value(*candidates: ir.Value | None) -> bool:
+    """Whether the first value with a known dtype is floating point (no known dtype: taken for yes)."""
+    known = [value.dtype for value in candidates if value is not None and value.dtype is not None]
+    return not known or known[0] in FLOAT_TYPES
+
+
+def is_wider(a: ir.DataType, b: ir.DataType) -> bool:
+    """Whether every number of type ``b`` is one of type ``a``."""
+    return b in FLOAT_TYPES and a in FLOAT_TYPES and a.bitwidth > b.bitwidth
+
+
+def widest_source(value: ir.Value) -> ir.Value:
+    """The value before any casts that lose nothing: the narrowest that holds the same numbers."""
+    node = value.producer()
+    while node is not None and node.op_type in ("Cast", "CastLike", "Identity") and node.domain == "":
+        source = node.inputs[0]
+        if source is None or source.dtype not in FLOAT_TYPES:
+            break
+        if node.op_type != "Identity" and source.dtype != value.dtype and not is_wider(dtype_of(value), source.dtype):
+            break
+        value, node = source, source.producer()
+    return value
+
+
+_METHODS: dict[str, Callable[[Interpreter, ir.Node], Meaning | None]] = {
+    "Mul": Interpreter._mul,
+    "Div": Interpreter._div,
+    "Pow": Interpreter._pow,
+    "Sqrt": lambda self, node: self._raised(node, 0.5),
+    "Reciprocal": lambda self, node: self._raised(node, -1.0),
+    "Abs": Interpreter._abs,
+    "Neg": Interpreter._neg,
+    "Add": Interpreter._add,
+    "Max": Interpreter._max,
+    "Clip": Interpreter._clip,
+    "ReduceMean": Interpreter._reduce_mean,
+    "ReduceSum": Interpreter._reduce_sum,
+    "ReduceSumSquare": Interpreter._reduce_sum_square,
+    "ReduceL2": Interpreter._reduce_l2,
+    "Einsum": Interpreter._einsum,
+    "MatMul": Interpreter._matmul,
+    "LpNormalization": Interpreter._lp_normalization,
+    "RMSNormalization": Interpreter._rms_normalization,
+    "SimplifiedLayerNormalization": Interpreter._rms_normalization,
+    "Identity": Interpreter._same,
+    "Cast": Interpreter._cast,
+    "CastLike": Interpreter._cast,
+    "Unsqueeze": Interpreter._unsqueeze,
+    "Squeeze": Interpreter._squeeze,
+    "Reshape": Interpreter._reshape,
+    "Expand": Interpreter._expand,
+    "Transpose": Interpreter._transpose,
+    "Constant": Interpreter._constant,
+}

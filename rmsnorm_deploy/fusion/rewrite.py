@@ -1,0 +1,284 @@
+"""Puts the op in place of proved regions, takes residual adds into it, and gives the model the function bodies."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from rmsnorm_deploy.fusion.constants import Constants
+from rmsnorm_deploy.fusion.evaluate import Array, CannotEvaluateError, attribute, numpy_dtype
+from rmsnorm_deploy.fusion.interpret import dtype_of, shape_of
+from rmsnorm_deploy.fusion.meaning import BROADCAST, Shape
+from rmsnorm_deploy.fusion.prove import Plan, spread
+from rmsnorm_deploy.fusion.recognise import Candidate
+from rmsnorm_deploy.opset import (
+    DOMAIN,
+    FLOAT_TYPES,
+    VARIANT_BY_NAME,
+    VERSION,
+    Signature,
+    Variant,
+    function_body,
+    is_fused_op,
+    node_attributes,
+    split_epsilon,
+)
+
+MIN_IR_VERSION = 8  # the first with model-local functions
+
+
+@dataclass
+class Rewriter:
+    """Rewrites one model; keeps one copy of every constant that it makes."""
+
+    model: ir.Model
+    constants: Constants
+    _made: dict[tuple[object, ...], ir.Value] = field(default_factory=dict)
+    _successors: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    _names: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        graph = self.model.graph
+        self._names.update(graph.initializers)
+        self._names.update(v.name or "" for v in graph.inputs)
+        for node in graph.all_nodes():
+            self._names.update(v.name or "" for v in node.outputs)
+
+    def replace(self, candidate: Candidate, plan: Plan, name: str) -> ir.Node:
+        """Insert the op for a candidate and let every user of its output use the op's."""
+        output = candidate.output
+        end = output.producer()
+        assert end is not None
+        assert end.graph is not None
+        scale, bias = self._scale(candidate, plan), self._bias(candidate, plan)
+        nodes: list[ir.Node] = []
+        x = self._chain(nodes, self._current(candidate.root), plan.x_type)
+        if candidate.activation is not None:
+            scale = self._chain(nodes, scale, plan.scale_type)
+        rank = len(shape_of(candidate.root) or ())
+        order = _axes_last(candidate.axes, rank)
+        if order is not None:
+            x = self._append(nodes, "Transpose", [x], plan.x_type, _permuted(shape_of(x), order), [ir.AttrInt64s("perm", order)])
+        variant = Variant(
+            mode=candidate.epsilon_mode,
+            bias=bias is not None,
+            before_cast=plan.scale_order == "before_cast",
+            double=plan.stash_type == ir.DataType.DOUBLE,
+        )
+        epsilon, low = split_epsilon(candidate.epsilon)
+        norm = ir.Node(
+            DOMAIN,
+            variant.name,
+            [x, scale] + ([bias] if bias is not None else []),
+            node_attributes(
+                axis=-len(candidate.axes),
+                epsilon=epsilon,
+                epsilon_low=low,
+                epsilon_mode=candidate.epsilon_mode,
+                scale_order=plan.scale_order,
+                stash_type=int(plan.stash_type),
+            ),
+            name=name,
+        )
+        norm.metadata_props.update(end.metadata_props)
+        nodes.append(norm)
+        result = norm.outputs[0]
+        result.dtype, result.shape = plan.op_type, ir.Shape(_dims(shape_of(x)))
+        result.name = self._fresh(f"{name}_out")
+        if order is not None:
+            inverse = [order.index(axis) for axis in range(rank)]
+            result = self._append(nodes, "Transpose", [result], plan.op_type, shape_of(output), [ir.AttrInt64s("perm", inverse)])
+        result = self._chain(nodes, result, plan.out_type)
+        end.graph.insert_before(end, nodes)
+        _take_place(output, result)
+        self._successors[output] = result
+        return norm
+
+    def _current(self, value: ir.Value) -> ir.Value:
+        """The value itself, or what an earlier rewrite put in its place."""
+        return self._successors.get(value, value)
+
+    def _scale(self, candidate: Candidate, plan: Plan) -> ir.Value:
+        """The scale as a value: the activation, the weight as it is, or a constant that is folded here."""
+        if candidate.activation is not None:
+            return self._current(candidate.activation)
+        row = candidate.row_shape or (1,) * len(candidate.axes)
+        plain = self._plain_weight(candidate, plan)
+        if plain is not None:
+            return plain
+        rank = len(row)
+        scale = np.asarray(candidate.constant, np.float64)
+        for factor in candidate.factors:
+            array = self.constants.typed(factor.value).astype(np.float64)
+            scale = scale * spread(array, factor.layout, tuple(range(rank)), rank) ** factor.power
+        return self._constant("scale", np.broadcast_to(scale, row), plan.scale_type, candidate)
+
+    def _plain_weight(self, candidate: Candidate, plan: Plan) -> ir.Value | None:
+        """The weight's own initializer, when the op can take it unchanged: tied weights stay tied."""
+        if len(candidate.factors) != 1 or candidate.constant != 1:
+            return None
+        factor = candidate.factors[0]
+        shape = shape_of(factor.value)
+        usable = factor.power == 1 and factor.value.is_initializer() and factor.value.dtype == plan.scale_type
+        in_order = factor.layout == tuple(sorted(factor.layout)) and BROADCAST not in factor.layout
+        return factor.value if usable and in_order and shape == candidate.row_shape else None
+
+    def _bias(self, candidate: Candidate, plan: Plan) -> ir.Value | None:
+        value = candidate.bias
+        if value is None:
+            return None
+        if value.is_initializer() and value.dtype == plan.scale_type and shape_of(value) == candidate.row_shape:
+            return value
+        assert candidate.row_shape is not None
+        array = self.constants.typed(value).astype(np.float64).reshape(candidate.row_shape)
+        return self._constant("bias", array, plan.scale_type, candidate)
+
+    def _constant(self, role: str, array: Array, dtype: ir.DataType, candidate: Candidate) -> ir.Value:
+        typed = np.ascontiguousarray(array.astype(numpy_dtype(dtype)))
+        key = (int(dtype), typed.shape, typed.tobytes())
+        if key not in self._made:
+            source = candidate.factors[0].value.name if role == "scale" and candidate.factors else None
+            name = self._fresh(f"{source}_{role}" if source else f"ones_{'x'.join(map(str, typed.shape))}" if _all_ones(typed) else role)
+            value = ir.Value(name=name, shape=ir.Shape(typed.shape), type=ir.TensorType(dtype))
+            value.const_value = ir.tensor(typed, dtype=dtype, name=name)
+            self.model.graph.register_initializer(value)
+            self._made[key] = value
+        return self._made[key]
+
+    def _chain(self, nodes: list[ir.Node], value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        """``value`` as ``dtype``: itself, or behind a cast."""
+        if value.dtype == dtype:
+            return value
+        return self._append(nodes, "Cast", [value], dtype, shape_of(value), [ir.AttrInt64("to", int(dtype))])
+
+    def _append(
+        self,
+        nodes: list[ir.Node],
+        op_type: str,
+        inputs: list[ir.Value],
+        dtype: ir.DataType,
+        shape: Shape | None,
+        attributes: list[ir.Attr],
+    ) -> ir.Value:
+        node = ir.Node("", op_type, inputs, attributes)
+        output = node.outputs[0]
+        output.name = self._fresh(f"{inputs[0].name}_{op_type.lower()}")
+        node.name = output.name
+        output.dtype = dtype
+        output.shape = None if shape is None else ir.Shape(_dims(shape))
+        nodes.append(node)
+        return output
+
+    def _fresh(self, name: str) -> str:
+        candidate, number = name, 1
+        while candidate in self._names:
+            number += 1
+            candidate = f"{name}_{number}"
+        self._names.add(candidate)
+        return candidate
+
+
+def _all_ones(array: Array) -> bool:
+    return bool(np.all(array == 1))
+
+
+def _dims(shape: Shape | None) -> tuple[int | str | None, ...]:
+    return tuple(shape or ())
+
+
+def _permuted(shape: Shape | None, order: list[int]) -> Shape | None:
+    return None if shape is None else tuple(shape[axis] for axis in order)
+
+
+def _axes_last(axes: tuple[int, ...], rank: int) -> list[int] | None:
+    """The permutation that brings the normalized axes to the end; None if they are there."""
+    if axes == tuple(range(rank - len(axes), rank)):
+        return None
+    return [axis for axis in range(rank) if axis not in axes] + list(axes)
+
+
+def _take_place(old: ir.Value, new: ir.Value) -> None:
+    """Let ``new`` be what ``old`` was: its users, its place among the outputs, its name."""
+    new.shape = old.shape if old.shape is not None else new.shape
+    new.metadata_props.update(old.metadata_props)
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    old.name, new.name = None, old.name
+
+
+def take_residual_adds(graph: ir.Graph) -> None:
+    """Turn ``RMSNorm(a + b)`` into SkipRMSNorm, whose second output stands for the sum wherever it is used."""
+    for norm in list(graph.all_nodes()):
+        variant = VARIANT_BY_NAME.get(norm.op_type) if norm.domain == DOMAIN else None
+        if variant is None or variant.skip:
+            continue
+        total = norm.inputs[0]
+        add = total.producer() if total is not None else None
+        if total is None or add is None or not _is_residual_add(add, norm):
+            continue
+        skip = ir.Node(
+            DOMAIN,
+            Variant(True, variant.mode, variant.bias, variant.before_cast, variant.double).name,
+            [*add.inputs, *norm.inputs[1:]],
+            list(norm.attributes.values()),
+            num_outputs=2,
+            name=norm.name,
+        )
+        skip.metadata_props.update(norm.metadata_props)
+        y, result = skip.outputs
+        y.dtype, y.shape, y.name = norm.outputs[0].dtype, norm.outputs[0].shape, f"{norm.name}_y"
+        result.dtype, result.shape, result.name = total.dtype, total.shape, f"{norm.name}_sum"
+        assert add.graph is not None
+        add.graph.insert_after(add, [skip])
+        _take_place(norm.outputs[0], y)
+        _take_place(total, result)
+        assert norm.graph is not None
+        norm.graph.remove(norm, safe=True)
+        add.graph.remove(add, safe=True)
+
+
+def _is_residual_add(add: ir.Node, norm: ir.Node) -> bool:
+    """Whether an Add joins two tensors of the very shape and dtype of the sum, ahead of everything the norm needs."""
+    if (add.domain, add.op_type) != ("", "Add") or add.graph is not norm.graph:
+        return False
+    a, b = add.inputs
+    total = add.outputs[0]
+    if a is None or b is None or any(v.producer() is not None for v in norm.inputs[1:] if v is not None):
+        return False
+    shapes = [shape_of(a), shape_of(b)]
+    same = shapes[0] is not None and shapes[0] == shapes[1] and None not in shapes[0] and len(shapes[0]) > 0
+    constant = a.is_initializer() or b.is_initializer()
+    return same and not constant and dtype_of(a) == dtype_of(b) == dtype_of(total)
+
+
+def attach_functions(model: ir.Model) -> None:
+    """Give the model one body for each of the domain's ops that it uses, and drop those that it doesn't."""
+    signatures: dict[str, set[Signature]] = defaultdict(set)
+    for node in model.graph.all_nodes():
+        if is_fused_op(node):
+            scale = node.inputs[2 if node.op_type.startswith("Skip") else 1]
+            signatures[node.op_type].add(
+                Signature(dtype_of(node.inputs[0]), dtype_of(scale), attribute(node, "axis", -1))
+            )
+    for key in [key for key in model.functions if key[0] == DOMAIN]:
+        del model.functions[key]
+    opset = model.opset_imports.get("", 0)
+    for op_type, given in sorted(signatures.items()):
+        body = function_body(VARIANT_BY_NAME[op_type], frozenset(given), opset)
+        model.functions[body.identifier()] = body
+    if signatures:
+        model.opset_imports[DOMAIN] = VERSION
+        model.ir_version = max(model.ir_version, MIN_IR_VERSION)
+    else:
+        model.opset_imports.pop(DOMAIN, None)
+
+
+def can_fold(candidate: Candidate, constants: Constants) -> bool:
+    """Whether every constant of a candidate can be worked out here."""
+    values = [factor.value for factor in candidate.factors] + ([candidate.bias] if candidate.bias else [])
+    try:
+        return all(dtype_of(value) in FLOAT_TYPES and constants.typed(value) is not None for value in values)
+    except CannotEvaluateError:
+        return False
