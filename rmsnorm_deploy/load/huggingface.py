@@ -85,7 +85,10 @@ def wrap(model: Any) -> tuple[nn.Module, list[TensorSpec]]:
         and model.get_encoder() is not model
         and hasattr(model, "decoder")
     ):
-        return Seq2SeqModel(model).eval(), [ids, TensorSpec("decoder_input_ids", torch.int64, ("batch", "target"), vocabulary)]
+        return Seq2SeqModel(model).eval(), [
+            ids,
+            TensorSpec("decoder_input_ids", torch.int64, ("batch", "target"), vocabulary),
+        ]
     return TokenModel(model).eval(), [ids]
 
 
@@ -120,7 +123,8 @@ def quiet_transformers() -> Iterator[None]:
     gguf: Any = transformers_gguf  # has a tqdm of its own that no setting turns off
     hf_logging: Any = transformers_logging
     accelerate = logging.getLogger("accelerate")
-    level, bars, accelerate_level = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled(), accelerate.level
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    accelerate_level = accelerate.level
     tqdm = getattr(gguf, "tqdm", None)
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
@@ -193,16 +197,20 @@ def _from_pretrained(
     path: Path, model_class: Any, folder: Path, gguf: str | None, config: Any, notes: list[str]
 ) -> Any:
     options: dict[str, Any] = {"local_files_only": True, "output_loading_info": True, "config": config}
+    options["ignore_mismatched_sizes"] = True  # they are reported, and refused below by name
     options["dtype"] = torch.float32 if gguf else "auto"
     if gguf:
         options["gguf_file"] = gguf
     if config.model_type.startswith(_EAGER_ATTENTION):
         options["attn_implementation"] = "eager"
     if _has_experts(config):
-        options["experts_implementation"] = "batched_mm"  # the eager loop over experts has no static graph
+        # The eager loop over experts has no static graph.
+        options["experts_implementation"] = "batched_mm"
+    from safetensors import SafetensorError  # comes with transformers
+
     try:
         model, info = model_class.from_pretrained(folder, **options)
-    except LOAD_ERRORS as error:
+    except (*LOAD_ERRORS, SafetensorError) as error:
         raise InputError(f"{path}: {_why(error)}") from error
     for key, what in (("missing_keys", "are missing"), ("mismatched_keys", "have another shape than the config says")):
         if info.get(key):

@@ -99,11 +99,13 @@ def _layer(name: str, module: torch.nn.Module, sequence: bool) -> FirstLayer | N
 
 
 def _weight(module: torch.nn.Module) -> torch.Tensor | None:
-    for key in ("weight", "in_proj_weight", "weight_ih_l0", "scale", "gamma", "g"):
-        value = dict(module.named_parameters(recurse=False)).get(key)
-        if value is not None:
-            return value
-    return None
+    """The parameter that has the width: by its usual name, or the only one there is when it is a vector."""
+    own = dict(module.named_parameters(recurse=False))
+    for key in ("weight", "in_proj_weight", "weight_ih_l0"):
+        if key in own:
+            return own[key]
+    only = next(iter(own.values())) if len(own) == 1 else None
+    return only if only is not None and only.ndim == 1 else None
 
 
 def _shapes(kind: str, weight: torch.Tensor, module: torch.nn.Module, sequence: bool) -> tuple[Shape, ...] | None:
