@@ -21,11 +21,11 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
-from google.protobuf.message import DecodeError
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.parity.onnx_file import read_model
 from rmsnorm_deploy.parity.ulp import Array
 
 _NARROW = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
@@ -69,7 +69,8 @@ class OnnxProgram:
     """
 
     def __init__(self, path: Path) -> None:
-        model = load(path)
+        model = ir.from_proto(read_model(path))
+        ir.external_data.set_base_dir(model.graph, path.parent)
         self.inputs = [str(value.name) for value in model.graph.inputs]
         self.outputs = [str(value.name) for value in model.graph.outputs]
         arrays = lift(model)
@@ -92,16 +93,6 @@ class OnnxProgram:
             return list(self._run(None, wide))
         except _run_errors() as error:
             raise InputError(f"the model does not run in float64: {' '.join(str(error).split())[:400]}") from error
-
-
-def load(path: Path) -> ir.Model:
-    """Read ``path``; an unreadable file is an InputError."""
-    try:
-        return ir.load(path)
-    except FileNotFoundError:
-        raise InputError(f"no such file: {path}") from None
-    except (OSError, ValueError, TypeError, DecodeError) as error:
-        raise InputError(f"{path} is not a readable ONNX file: {error}") from error
 
 
 def lift(model: ir.Model) -> dict[str, Array]:
