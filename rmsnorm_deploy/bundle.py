@@ -1,0 +1,195 @@
+"""The bundle: a folder with a model, how it is called, and the evidence that it is right. Written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.fusion.records import LeftRecord, NormRecord
+
+if TYPE_CHECKING:
+    import torch
+
+    from rmsnorm_deploy.runtime.session import Session
+
+FORMAT = 1
+MODEL = "model.onnx"
+MANIFEST = "manifest.json"
+REFERENCE = "reference.onnx"
+PROGRAM = "program.pt2"
+PROGRAM_WEIGHTS = "program.weights.json"
+UNHASHED = (MANIFEST, "parity.json", "benchmark.json", "report.html")  # what may be made anew without a new model
+
+
+class Bundle:
+    """A bundle on disk. ``eager`` is the user's own module, in the process that exported it."""
+
+    def __init__(self, path: Path, manifest: dict[str, Any], eager: torch.nn.Module | None = None) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.eager = eager
+
+    def __repr__(self) -> str:
+        return f"Bundle({str(self.path)!r}, {len(self.norms)} norms)"
+
+    @property
+    def model_path(self) -> Path:
+        """The ONNX model with the fused ops."""
+        return self.path / MODEL
+
+    @property
+    def reference_path(self) -> Path | None:
+        """The same model before fusing, over the same weights; None if the bundle has none."""
+        path = self.path / REFERENCE
+        return path if path.is_file() else None
+
+    @property
+    def norms(self) -> list[NormRecord]:
+        """One entry a fused call site."""
+        return [NormRecord(**record) for record in self.manifest["norms"]]
+
+    @property
+    def left(self) -> list[LeftRecord]:
+        """Look-alikes that were left, with the reason."""
+        return [LeftRecord(**record) for record in self.manifest["left"]]
+
+    def program(self) -> torch.export.ExportedProgram | None:
+        """The traced PyTorch program with its weights; None for a bundle made from ONNX or TorchScript."""
+        path = self.path / PROGRAM
+        if not path.is_file():
+            return None
+        import torch
+
+        program = torch.export.load(path)
+        weights = self.path / PROGRAM_WEIGHTS
+        if weights.is_file():
+            _fill(program, json.loads(weights.read_text(encoding="utf-8")), self.path)
+        return program
+
+    def session(self, backend: str = "onnxruntime", **options: Any) -> Session:
+        """A session on "onnxruntime", "pytorch", "tensorrt" or "tensorrt-rtx"; see runtime.open_session."""
+        from rmsnorm_deploy.runtime import open_session
+
+        return open_session(self, backend, **options)
+
+
+def open_bundle(path: str | os.PathLike[str]) -> Bundle:
+    """Open a bundle.
+
+    Raises:
+        InputError: there is no bundle at ``path``, or a newer format than this version reads.
+    """
+    folder = Path(path)
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise InputError(f"{folder} is not a bundle: it has no {MANIFEST}; make one with python -m rmsnorm_deploy.export")
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{file} is damaged: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise InputError(f"{folder} has bundle format {found}; this version reads {FORMAT}: export the model again")
+    if not (folder / MODEL).is_file():
+        raise InputError(f"{folder} has no {MODEL}: export the model again")
+    return Bundle(folder, manifest)
+
+
+@contextmanager
+def new_bundle(path: Path, *, replace: bool) -> Iterator[Path]:
+    """A folder to write a bundle into, which takes the name ``path`` when all went well and vanishes otherwise.
+
+    Raises:
+        InputError: ``path`` is there and ``replace`` isn't given, or it can't be written.
+    """
+    if path.exists() and not (path.is_dir() and (not any(path.iterdir()) or (replace and (path / MANIFEST).is_file()))):
+        hint = "give force=True (--force) to replace it" if (path / MANIFEST).is_file() else "name another folder"
+        raise InputError(f"{path} is there already: {hint}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    except OSError as error:
+        raise InputError(f"{path} can't be written: {error.strerror}") from error
+    try:
+        partial.chmod(0o755)
+        yield partial
+        _swap(partial, path)
+    except OSError as error:
+        raise InputError(f"{path} can't be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _swap(partial: Path, path: Path) -> None:
+    old = None
+    if path.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+        path.rename(old / "old")
+    partial.rename(path)
+    if old is not None:
+        shutil.rmtree(old)
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest with the size and SHA-256 of every file that makes up the model."""
+    manifest["files"] = {
+        str(file.relative_to(folder)): {"sha256": sha256(file), "bytes": file.stat().st_size}
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and file.name not in UNHASHED
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
+
+
+def _digest(file: Any) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def save_program(program: torch.export.ExportedProgram, folder: Path, places: dict[str, dict[str, Any]]) -> None:
+    """Write the traced program; weights that are in the data file are left out and found there again."""
+    import torch
+
+    state = dict(program.state_dict)
+    slim = {
+        name: torch.nn.Parameter(tensor.to("meta"), requires_grad=False)
+        if name in places and isinstance(tensor, torch.nn.Parameter)
+        else tensor
+        for name, tensor in state.items()
+    }
+    kept = {name: place for name, place in places.items() if isinstance(state.get(name), torch.nn.Parameter)}
+    program._state_dict = slim
+    try:
+        torch.export.save(program, folder / PROGRAM)
+    finally:
+        program._state_dict = state
+    if kept:
+        (folder / PROGRAM_WEIGHTS).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def _fill(program: torch.export.ExportedProgram, places: dict[str, dict[str, Any]], folder: Path) -> None:
+    import numpy as np
+    import torch
+
+    for name, place in places.items():
+        file = (folder / place["file"]).resolve()
+        if file.parent != folder.resolve():
+            raise InputError(f"{folder / PROGRAM_WEIGHTS} names a file outside the bundle: {place['file']}")
+        bytes_ = np.memmap(file, np.uint8, "c", place["offset"], (place["length"],))
+        tensor = torch.from_numpy(bytes_).view(getattr(torch, place["dtype"])).view(place["shape"])
+        program._state_dict[name] = torch.nn.Parameter(tensor, requires_grad=False)

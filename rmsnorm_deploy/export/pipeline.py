@@ -1,0 +1,236 @@
+"""The pipeline: trace -> fuse -> lower -> check -> bundle, then parity, benchmark and report on what was written."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import torch
+
+from rmsnorm_deploy import __version__
+from rmsnorm_deploy.bundle import FORMAT, MODEL, REFERENCE, Bundle, new_bundle, save_program, write_manifest
+from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.export.trace import Traced, cast_floats, cast_module, trace
+from rmsnorm_deploy.export.weights import DATA_FILE, Stored, save_graph, write_weights
+from rmsnorm_deploy.fusion import FusionResult, fuse
+from rmsnorm_deploy.load import Source, load_source, prepare_module, to_cpu
+
+Progress = Callable[[str], AbstractContextManager[object]]
+DEFAULT_OPSET = 18
+_PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu", "transformers", "numpy")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to make of a source, and where."""
+
+    out_dir: Path
+    precision: str = "keep"
+    opset: int = DEFAULT_OPSET
+    targets: tuple[str, ...] = ()
+    check: bool = True
+    benchmark: bool = True
+    force: bool = False
+
+
+def export_model(
+    model: torch.nn.Module | torch.export.ExportedProgram | torch.jit.ScriptModule | onnx.ModelProto | str | Path,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    out_dir: str | Path,
+    dynamic_shapes: Any = None,
+    opset: int = DEFAULT_OPSET,
+    precision: str = "keep",
+    check: bool = False,
+    benchmark: bool = False,
+    force: bool = False,
+) -> Bundle:
+    """Export a model to a bundle.
+
+    Args:
+        model: a module (left exactly as it is), a program, a TorchScript module, an ONNX model, or the path of any file
+            that the command takes.
+        args, kwargs: an example call. Tensors become inputs; other values are fixed.
+        out_dir: the bundle's folder.
+        dynamic_shapes: as in ``torch.export.export``. By default every axis that may be a batch or a sequence is dynamic.
+        opset: ONNX opset of the file, for PyTorch models.
+        precision: "keep", "fp32", "fp16" or "bf16", for PyTorch modules.
+        check, benchmark: also judge parity, and time the model, as the command does.
+        force: replace a bundle that is there.
+
+    Raises:
+        InputError: the model can't be exported; the message says why.
+    """
+    source = _source(model, tuple(args), dict(kwargs or {}), dynamic_shapes)
+    options = Options(Path(out_dir), precision, opset, (), check, benchmark, force)
+    bundle = run(source, options, lambda stage: nullcontext())
+    if isinstance(model, torch.nn.Module):
+        bundle.eager = model
+    return bundle
+
+
+def _source(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> Source:
+    if isinstance(model, str | Path):
+        return load_source(Path(model))
+    if isinstance(model, onnx.ModelProto):
+        return Source("onnx", ir.from_proto(model))
+    if isinstance(model, torch.export.ExportedProgram):
+        return Source("exported_program", model)
+    module, notes = prepare_module(model, args, kwargs)
+    args, kwargs = to_cpu(args), to_cpu(kwargs)
+    if isinstance(module, torch.jit.ScriptModule):
+        return Source("torchscript", module, args, kwargs, notes=notes)
+    return Source("module", module, args, kwargs, dynamic_shapes, notes=notes)
+
+
+def run(source: Source, options: Options, progress: Progress) -> Bundle:
+    """Export a loaded source; the bundle is complete when this returns.
+
+    Raises:
+        InputError: something about the source or the options stands in the way; nothing is left under the bundle's name.
+    """
+    source = _in_precision(source, options.precision)
+    with new_bundle(options.out_dir, replace=options.force) as folder:
+        with progress("trace"):
+            traced = trace(source, options.opset)
+        source.notes.extend(traced.notes)
+        with progress("weights"):
+            stored = write_weights(traced.model, folder)
+            save_graph(traced.model, folder / REFERENCE)
+            if traced.program is not None:
+                save_program(traced.program, folder, _places(traced, stored))
+        with progress("fuse"):
+            fused = fuse(traced.model)
+        with progress("write"):
+            save_graph(traced.model, folder / MODEL)
+        with progress("check"):
+            check_model(folder / MODEL)
+        manifest = _manifest(source, options, traced, fused)
+        write_manifest(folder, manifest)
+    bundle = Bundle(options.out_dir, manifest, source.model if source.kind in ("module", "torchscript") else None)
+    _judge(bundle, options, progress)
+    return bundle
+
+
+def _in_precision(source: Source, precision: str) -> Source:
+    if precision == "keep":
+        return source
+    if source.kind != "module":
+        what = {"onnx": "an ONNX file", "torchscript": "TorchScript", "exported_program": "a .pt2 program"}[source.kind]
+        raise InputError(f"--precision {precision}: {what} has its dtypes built in; export the PyTorch module instead")
+    source.model = cast_module(source.model, precision)
+    source.args, source.kwargs = cast_floats(source.args, precision), cast_floats(source.kwargs, precision)
+    return source
+
+
+def check_model(path: Path) -> None:
+    """ONNX's own checker, by path, so that a model of any size passes through.
+
+    Raises:
+        InputError: the file is not valid ONNX; only a fault of this package or a source that was invalid gets here.
+    """
+    try:
+        onnx.checker.check_model(str(path), full_check=False)
+    except onnx.checker.ValidationError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"the exported graph is not valid ONNX: {reason}") from error
+
+
+def _places(traced: Traced, stored: dict[str, Stored]) -> dict[str, dict[str, Any]]:
+    """For the program's parameters whose bytes are in the data file, where they are: found by their memory."""
+    assert traced.program is not None
+    by_name = {name: place for name, place in stored.items()}
+    by_address = {
+        tensor.data_ptr(): by_name[name]
+        for name, tensor in traced.program.state_dict.items()
+        if name in by_name and tensor.is_contiguous()
+    }
+    return {
+        name: {
+            "file": DATA_FILE,
+            "offset": by_address[tensor.data_ptr()].offset,
+            "length": by_address[tensor.data_ptr()].length,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+        }
+        for name, tensor in traced.program.state_dict.items()
+        if tensor.is_contiguous()
+        and tensor.data_ptr() in by_address
+        and by_address[tensor.data_ptr()].length == tensor.numel() * tensor.element_size()
+    }
+
+
+def _manifest(source: Source, options: Options, traced: Traced, fused: FusionResult) -> dict[str, Any]:
+    model = traced.model
+    return {
+        "format": FORMAT,
+        "tool": {"name": "rmsnorm_deploy", "version": __version__},
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        "source": {
+            "kind": source.kind,
+            "path": str(source.path) if source.path else None,
+            "recipe": str(source.recipe) if source.recipe else None,
+        },
+        "notes": list(source.notes),
+        "opset": model.opset_imports.get(""),
+        "ir_version": model.ir_version,
+        "precision": options.precision,
+        "signature": {
+            "parameters": traced.parameters,
+            "inputs": [
+                {**_tensor(v), "path": v.name, "high": traced.high.get(v.name or "")} for v in model.graph.inputs
+            ],
+            "constants": traced.constants,
+            "outputs": [_tensor(v) for v in model.graph.outputs],
+        },
+        "dims": traced.dims,
+        "engine_profile": {name: list(sizes) for name, sizes in source.engine_profile.items()},
+        "norms": [record.to_json() for record in fused.norms],
+        "left": [record.to_json() for record in fused.left],
+        "versions": _versions(),
+    }
+
+
+def _tensor(value: ir.Value) -> dict[str, Any]:
+    names = {"FLOAT": "float32", "DOUBLE": "float64"}
+    dtype = value.dtype.name if value.dtype is not None else "FLOAT"
+    shape = [dim if isinstance(dim, int) else (None if dim.value is None else str(dim.value)) for dim in value.shape or ()]
+    return {"name": value.name, "dtype": names.get(dtype, dtype.lower()), "shape": shape}
+
+
+def _versions() -> dict[str, str]:
+    found = {"rmsnorm_deploy": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _judge(bundle: Bundle, options: Options, progress: Progress) -> None:
+    """Parity, benchmark and report, each written into the finished bundle."""
+    from rmsnorm_deploy import benchmark, parity, report
+
+    judged = timed = None
+    if options.check:
+        with progress("parity"):
+            judged = parity.run_parity(bundle, backends=options.targets or None)
+        (bundle.path / "parity.json").write_text(json.dumps(judged.to_json(), indent=1) + "\n", encoding="utf-8")
+    if options.benchmark:
+        with progress("benchmark"):
+            timed = benchmark.run_benchmark(bundle)
+        (bundle.path / "benchmark.json").write_text(json.dumps(timed.to_json(), indent=1) + "\n", encoding="utf-8")
+    if judged is not None or timed is not None:
+        with progress("report"):
+            report.write_html(bundle, judged, timed, bundle.path / "report.html")
