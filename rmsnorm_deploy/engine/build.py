@@ -1,0 +1,227 @@
+"""Builds a bundle's engines, each in a child process, and writes what the runtime needs to know beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from dataclasses import replace as with_changes
+from pathlib import Path
+from typing import Any
+
+from rmsnorm_deploy.bundle import Bundle, open_bundle, sha256
+from rmsnorm_deploy.engine.profiles import default_profile, describe, parse_profile
+from rmsnorm_deploy.engine.request import MODULES, BuildAnswer, BuildRequest
+from rmsnorm_deploy.errors import BackendUnavailable, InputError
+from rmsnorm_deploy.runtime.engines import EngineRecord, as_metadata, check_dtypes
+from rmsnorm_deploy.runtime.optional import load_module, native_library
+from rmsnorm_deploy.runtime.profiles import Profile
+from rmsnorm_deploy.runtime.signature import Signature
+
+VARIANTS = {"auto": ("plugin", "native"), "always": ("plugin",), "never": ("native",)}
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What to build.
+
+    runtime: "tensorrt" or "tensorrt-rtx". sms: compute capabilities such as 89, for TensorRT-RTX, which needs no GPU;
+    () is the GPU that is here. profiles: as ``--profile`` takes them; () is one made from the manifest's dims. plugin:
+    "auto" builds with and without and keeps the faster where a GPU can tell, "always", "never". plugin_library: None
+    takes the built one. timing_cache: a file that is read where it is there, and written.
+    """
+
+    runtime: str = "tensorrt"
+    sms: tuple[int, ...] = ()
+    profiles: tuple[str, ...] = ()
+    plugin: str = "auto"
+    plugin_library: Path | None = None
+    timing_cache: Path | None = None
+    verbose: bool = False
+
+
+Say = Callable[[str], None]
+
+
+def build_engines(
+    bundle: Bundle | str | os.PathLike[str], options: EngineOptions | None = None, say: Say | None = None
+) -> list[EngineRecord]:
+    """Build the engines of a bundle into ``BUNDLE/engines`` and return what was built, the fastest first.
+
+    Raises:
+        InputError: a model, profile or library that TensorRT refuses.
+        BackendUnavailable: TensorRT, the plugin library, or a GPU that it needs is not here.
+    """
+    opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
+    chosen = options or EngineOptions()
+    tell: Say = say or (lambda text: None)
+    if chosen.runtime not in MODULES:
+        raise InputError(f"no runtime {chosen.runtime!r}: choose {' or '.join(MODULES)}")
+    if chosen.plugin not in VARIANTS:
+        raise InputError(f"plugin is {chosen.plugin!r}: choose {', '.join(VARIANTS)}")
+    check_dtypes(Signature.from_manifest(opened.manifest), chosen.runtime)
+    load_module(*MODULES[chosen.runtime])
+    chosen = with_changes(chosen, sms=_sms(chosen))
+    profiles = [parse_profile(text, opened.manifest) for text in chosen.profiles]
+    profiles = profiles or [default_profile(opened.manifest)]
+    for profile in profiles:
+        tell(f"profile {describe(profile)}")
+    records = [_build(opened, chosen, profiles, variant, tell) for variant in _variants(opened, chosen, tell)]
+    return _timed(opened, records, tell)
+
+
+def _sms(options: EngineOptions) -> tuple[int, ...]:
+    from rmsnorm_deploy.runtime.cuda import CudaDevice, no_gpu_reason
+
+    if options.runtime == "tensorrt-rtx" and options.sms:
+        return options.sms
+    reason = no_gpu_reason()
+    if reason is not None:
+        cure = "; give --sm 80,86,89,120 to build without one" if options.runtime == "tensorrt-rtx" else ""
+        raise BackendUnavailable(f"{options.runtime} builds for the GPU that is here, and {reason}{cure}")
+    here = CudaDevice().sm
+    if options.sms and options.sms != (here,):
+        raise InputError(f"tensorrt builds for the GPU that is here, SM {here}: leave --sm out")
+    return (here,)
+
+
+def _variants(bundle: Bundle, options: EngineOptions, tell: Say) -> Sequence[str]:
+    if not bundle.norms:
+        tell("the bundle has no fused norm: there is nothing for the plugin to do")
+        return ("native",)
+    return VARIANTS[options.plugin]
+
+
+def _library(options: EngineOptions) -> Path:
+    found = options.plugin_library or native_library("tensorrt")
+    if found is None:
+        raise BackendUnavailable(
+            "the TensorRT plugin library is not built: python -m rmsnorm_deploy.native build --tensorrt, or --plugin never"
+        )
+    return found.resolve()
+
+
+def _build(
+    bundle: Bundle, options: EngineOptions, profiles: Sequence[Profile], variant: str, tell: Say
+) -> EngineRecord:
+    library = _library(options) if variant == "plugin" else None
+    name = f"{options.runtime}-sm{'-'.join(map(str, options.sms))}-{variant}"
+    folder = bundle.path / "engines"
+    folder.mkdir(exist_ok=True)
+    engine = folder / f"{name}.engine"
+    with tempfile.TemporaryDirectory() as scratch:
+        request = BuildRequest(
+            model=str(bundle.model_path.resolve()),
+            engine=str(engine.resolve()),
+            answer=str(Path(scratch) / "answer.json"),
+            runtime=options.runtime,
+            sms=list(options.sms),
+            profiles=[_as_json(profile) for profile in profiles if profile],
+            plugin=None if library is None else str(library),
+            norms=[norm.node for norm in bundle.norms],
+            timing_cache=None if options.timing_cache is None else str(options.timing_cache.resolve()),
+            verbose=options.verbose,
+        )
+        answer = _run(request, Path(scratch))
+    record = _record(name, engine, options, answer, profiles, library, bundle)
+    extra = {
+        "sha256": sha256(engine),
+        "plugin_sha256": None if library is None else sha256(library),
+        "variant": variant,
+        "plugin_layers": answer.plugin_layers,
+        "io": answer.io,
+        "build_seconds": round(answer.seconds, 2),
+        "build_peak_bytes": answer.peak_bytes,
+    }
+    _write(folder / f"{name}.json", as_metadata(record, **extra))
+    tell(
+        f"{name}: {answer.plugin_layers} plugin layers of {answer.layers}, {engine.stat().st_size / 2**20:.1f} MB, "
+        f"{answer.seconds:.1f} s, {answer.peak_bytes / 2**30:.2f} GB at most"
+    )
+    return record
+
+
+def _run(request: BuildRequest, scratch: Path) -> BuildAnswer:
+    """The child process; whatever ends it is an error message here."""
+    asked = scratch / "request.json"
+    request.write(asked)
+    command = [sys.executable, "-m", "rmsnorm_deploy.engine.worker", str(asked)]
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False)
+    answered = Path(request.answer)
+    if not answered.is_file():
+        raise InputError(
+            f"{request.runtime} {_ending(done.returncode)} while it built {request.model}: see its messages above"
+        )
+    answer = BuildAnswer.read(answered)
+    if answer.error is not None:
+        raise (BackendUnavailable if answer.kind == "backend" else InputError)(answer.error)
+    return answer
+
+
+def _ending(status: int) -> str:
+    return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+def _as_json(profile: Profile) -> dict[str, dict[str, list[int]]]:
+    return {n: {"min": list(r.low), "opt": list(r.best), "max": list(r.high)} for n, r in profile.items()}
+
+
+def _record(
+    name: str,
+    engine: Path,
+    options: EngineOptions,
+    answer: BuildAnswer,
+    profiles: Sequence[Profile],
+    library: Path | None,
+    bundle: Bundle,
+) -> EngineRecord:
+    tensors = {mode: {t["name"]: t["dtype"] for t in answer.io if t["mode"] == mode} for mode in ("input", "output")}
+    return EngineRecord(
+        name=name,
+        path=engine,
+        runtime=options.runtime,
+        runtime_version=answer.version,
+        version_compatible=False,
+        sm=options.sms,
+        precision=str(bundle.manifest.get("precision", "keep")),
+        plugin=None if library is None else "embedded",
+        profiles=tuple(profile for profile in profiles if profile),
+        inputs=tensors["input"],
+        outputs=tensors["output"],
+        milliseconds=None,
+    )
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _timed(bundle: Bundle, records: list[EngineRecord], tell: Say) -> list[EngineRecord]:
+    """Times the engines where they can run; of several, the faster is kept. Else all are kept, marked untimed."""
+    from rmsnorm_deploy.engine.timing import runs_here, time_engines
+
+    if not runs_here(records):
+        tell("no GPU here runs these engines: all are kept, untimed")
+        return records
+    times = time_engines(bundle, records)
+    timed = [with_changes(record, milliseconds=times[record.name]) for record in records]
+    for record in timed:
+        path = record.path.with_suffix(".json")
+        data = json.loads(path.read_text(encoding="utf-8"))
+        _write(path, data | {"milliseconds": record.milliseconds, "milliseconds_of_all": times})
+        tell(f"{record.name}: {record.milliseconds:.4f} ms")
+    timed.sort(key=lambda record: record.milliseconds or 0.0)
+    for slower in timed[1:]:
+        slower.path.unlink()
+        slower.path.with_suffix(".json").unlink()
+        tell(f"{slower.name} is slower, and removed")
+    return timed[:1]

@@ -1,0 +1,65 @@
+"""The command line of ``python -m rmsnorm_deploy.engine``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rmsnorm_deploy.engine.build import VARIANTS, EngineOptions, build_engines
+from rmsnorm_deploy.engine.request import MODULES
+from rmsnorm_deploy.errors import EXIT_OK, DeployError
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options, with what they default to."""
+    made = argparse.ArgumentParser(
+        prog="python -m rmsnorm_deploy.engine",
+        description="Build TensorRT engines of a bundle, with and without the plugin.",
+    )
+    made.add_argument("bundle", type=Path, help="folder that python -m rmsnorm_deploy.export wrote")
+    made.add_argument("--runtime", choices=list(MODULES), default="tensorrt", help="default: tensorrt")
+    made.add_argument("--sm", default="", metavar="80,89", help="compute capabilities to build for (tensorrt-rtx only)")
+    made.add_argument(
+        "--profile",
+        action="append",
+        default=[],
+        metavar="INPUT=LEAST:USUAL:GREATEST",
+        help="one optimization profile, such as input_ids=1x1:4x128:8x2048; may be given several times",
+    )
+    made.add_argument(
+        "--plugin", choices=list(VARIANTS), default="auto", help="default: auto, both and the faster is kept"
+    )
+    made.add_argument("--plugin-library", type=Path, help="default: the one that native build made")
+    made.add_argument("--timing-cache", type=Path, metavar="FILE", help="read where it is there, and written")
+    made.add_argument("--verbose", action="store_true", help="everything that TensorRT says")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Build; 0 all right, 2 bad input or usage, 3 a backend is not on this machine."""
+    arguments = parser().parse_args(argv)
+    try:
+        options = EngineOptions(
+            runtime=arguments.runtime,
+            sms=_numbers(arguments.sm),
+            profiles=tuple(arguments.profile),
+            plugin=arguments.plugin,
+            plugin_library=arguments.plugin_library,
+            timing_cache=arguments.timing_cache,
+            verbose=arguments.verbose,
+        )
+        for record in build_engines(arguments.bundle, options, lambda text: print(text, file=sys.stderr, flush=True)):
+            print(record.path)
+    except DeployError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return EXIT_OK
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(item) for item in text.split(",") if item.strip())
+    except ValueError:
+        raise DeployError(f"--sm {text!r}: numbers such as 80,89 are wanted") from None
