@@ -159,7 +159,7 @@ def _run(command: list[str], quiet: bool) -> None:
 
 
 def _first_error(output: str) -> str:
-    lines = [line.strip() for line in output.splitlines() if "error" in line.lower()]
+    lines = [line.strip() for line in output.splitlines() if "error:" in line.lower() or "CMake Error" in line]
     return lines[0][:300] if lines else "no line of its output says why"
 
 

@@ -45,7 +45,8 @@ ort::ElementType input_type(const ort::CustomOp* base, size_t i) {
 ort::ElementType output_type(const ort::CustomOp* base, size_t i) {
   return element_type(i == 0 ? op_of(base).y : op_of(base).x);
 }
-// A scale may be left out at the end of the list only: the runtime's shape inference crashes on a gap in front of a bias.
+// A scale may be left out at the end of the list only: the runtime's shape inference crashes on a gap in front of a
+// bias.
 ort::Characteristic input_characteristic(const ort::CustomOp* base, size_t i) {
   return i == scale_index(op_of(base)) && !op_of(base).variant.bias ? ort::kOptional : ort::kRequired;
 }
@@ -138,6 +139,7 @@ Status* infer_shape(const ort::CustomOp* base, ort::ShapeContext* context) {
 struct Kernel {
   const Op* op;
   double eps;
+  int64_t scale_count;  // of a constant scale; -1 where it may change
   int64_t axis;
   rmsnorm_eps_mode eps_mode;
   rmsnorm_scale_order scale_order;
@@ -148,6 +150,27 @@ Status* fail(const ort::Api* api, ort::ErrorCode code, const char* name, const c
   char message[256];
   snprintf(message, sizeof message, "rmsnorm_deploy %s: %s", name, what);
   return ort::CreateStatus::call(api, code, message);
+}
+
+int64_t count_elements(const ort::Api* api, const ort::Value* value, Status** failed) {
+  ort::TensorInfo* info = nullptr;
+  size_t count = 0;
+  *failed = ort::TypeAndShape::call(api, value, &info);
+  if (*failed) return -1;
+  *failed = ort::ElementCount::call(api, info, &count);
+  ort::ReleaseTensorInfo::call(api, info);
+  return static_cast<int64_t>(count);
+}
+
+// How many elements the scale has, where it is a constant of the graph; else -1.
+int64_t constant_scale_count(const Op& op, const ort::KernelInfo* info) {
+  int constant = 0;
+  const ort::Value* value = nullptr;
+  int64_t count = -1;
+  Status* failed = ort::ConstantInput::call(op.api, info, scale_index(op), &constant, &value);
+  if (!failed && constant && value) count = count_elements(op.api, value, &failed);
+  if (failed) ort::ReleaseStatus::call(op.api, failed);
+  return count;
 }
 
 // A missing attribute leaves its default.
@@ -218,6 +241,7 @@ Status* create_kernel(const ort::CustomOp* base, const ort::Api*, const ort::Ker
   if (!kernel) return fail(api, ort::kFail, op.name, "out of memory");
   kernel->op = &op;
   kernel->eps = eps;
+  kernel->scale_count = constant_scale_count(op, info);
   kernel->axis = axis;
   kernel->eps_mode = static_cast<rmsnorm_eps_mode>(eps_mode);
   kernel->scale_order = static_cast<rmsnorm_scale_order>(scale_order);
@@ -243,16 +267,12 @@ struct Run {
 
   // nullptr where an optional input is absent, or on failure.
   const ort::Value* input(size_t i) {
-    size_t count = 0;
     const ort::Value* value = nullptr;
-    if (!ok(ort::InputCount::call(api, context, &count)) || i >= count) return nullptr;
     return ok(ort::Input::call(api, context, i, &value)) ? value : nullptr;
   }
 
   ort::Value* output(size_t i, const int64_t* dims, size_t rank) {
-    size_t count = 0;
     ort::Value* value = nullptr;
-    if (!ok(ort::OutputCount::call(api, context, &count)) || i >= count) return nullptr;
     return ok(ort::Output::call(api, context, i, dims, rank, &value)) ? value : nullptr;
   }
 
@@ -262,7 +282,20 @@ struct Run {
   }
 
   // The rank, or 0 where it is not between 1 and kMostRank.
-  size_t shape(const ort::Value* value, int64_t* dims) {
+  size_t shape(const ort::Value* value, bool by_reference, int64_t* dims) {
+    return by_reference ? shape_by_reference(value, dims) : shape_by_copy(value, dims);
+  }
+
+  size_t shape_by_reference(const ort::Value* value, int64_t* dims) {
+    ort::ElementType type;
+    const int64_t* data = nullptr;
+    size_t rank = 0;
+    if (!ok(ort::ShapeReference::call(api, value, &type, &data, &rank)) || !data || rank > kMostRank) return 0;
+    memcpy(dims, data, rank * sizeof *dims);
+    return rank;
+  }
+
+  size_t shape_by_copy(const ort::Value* value, int64_t* dims) {
     ort::TensorInfo* info = nullptr;
     size_t rank = 0;
     if (!ok(ort::TypeAndShape::call(api, value, &info))) return 0;
@@ -272,14 +305,7 @@ struct Run {
     return rank <= kMostRank ? rank : 0;
   }
 
-  int64_t elements(const ort::Value* value) {
-    ort::TensorInfo* info = nullptr;
-    size_t count = 0;
-    if (!ok(ort::TypeAndShape::call(api, value, &info))) return -1;
-    ok(ort::ElementCount::call(api, info, &count));
-    ort::ReleaseTensorInfo::call(api, info);
-    return static_cast<int64_t>(count);
-  }
+  int64_t elements(const ort::Value* value) { return count_elements(api, value, &failed); }
 };
 
 // ONNX Runtime's own threads, for rmsnorm_cpu.
@@ -319,7 +345,7 @@ Status* compute(void* state, ort::KernelContext* context) {
   const ort::Value* x = run.input(0);
   if (!x) return run.failed ? run.failed : fail(op.api, ort::kInvalidArgument, op.name, "X is missing");
   int64_t dims[kMostRank];
-  const size_t rank = run.shape(x, dims);
+  const size_t rank = run.shape(x, op.shape_reference, dims);
   if (run.failed) return run.failed;
   if (rank == 0 || static_cast<int64_t>(rank) + kernel.axis < 0)
     return fail(op.api, ort::kInvalidArgument, op.name, "X must have a rank from 1 to 8, and no less than -axis");
@@ -336,7 +362,7 @@ Status* compute(void* state, ort::KernelContext* context) {
   if (op.variant.skip && !run.failed) {
     const ort::Value* skip = run.input(1);
     int64_t skip_dims[kMostRank];
-    const size_t skip_rank = skip ? run.shape(skip, skip_dims) : 0;
+    const size_t skip_rank = skip ? run.shape(skip, op.shape_reference, skip_dims) : 0;
     if (run.failed) return run.failed;
     if (skip_rank != rank || memcmp(dims, skip_dims, rank * sizeof(int64_t)) != 0)
       return fail(op.api, ort::kInvalidArgument, op.name, "X and skip must have the same shape");
@@ -344,7 +370,7 @@ Status* compute(void* state, ort::KernelContext* context) {
   }
   const ort::Value* scale = run.failed ? nullptr : run.input(at);
   if (scale) {
-    args.scale_count = run.elements(scale);
+    args.scale_count = kernel.scale_count >= 0 ? kernel.scale_count : run.elements(scale);
     args.scale = run.failed ? nullptr : run.data(scale);
   }
   const ort::Value* bias = op.variant.bias && !run.failed ? run.input(at + 1) : nullptr;
@@ -375,9 +401,9 @@ struct Types {
 constexpr Types kTypes[] = {{RMSNORM_F32, RMSNORM_F32}, {RMSNORM_F16, RMSNORM_F16}, {RMSNORM_BF16, RMSNORM_BF16},
                             {RMSNORM_F64, RMSNORM_F64}, {RMSNORM_F16, RMSNORM_F32}, {RMSNORM_BF16, RMSNORM_F32}};
 
-ort::CustomOp callbacks(const Variant& v, uint32_t version) {
+ort::CustomOp callbacks(const Variant& v, uint32_t minor) {
   ort::CustomOp op = {};
-  op.version = version;
+  op.version = minor < ort::kNewest ? minor : ort::kNewest;
   op.name = get_name;
   op.provider = get_provider;
   op.input_type = input_type;
@@ -404,8 +430,8 @@ ort::CustomOp callbacks(const Variant& v, uint32_t version) {
   return op;
 }
 
-Op make_op(const Variant& v, const Types& types, const ort::Api* api, uint32_t version, CudaFn cuda) {
-  Op op = {callbacks(v, version), api, cuda, v, types.x, types.param, types.x, ""};
+Op make_op(const Variant& v, const Types& types, const ort::Api* api, uint32_t minor, CudaFn cuda) {
+  Op op = {callbacks(v, minor), api, minor >= ort::kShapeReference, cuda, v, types.x, types.param, types.x, ""};
   if (v.scale_order == RMSNORM_AFTER_CAST) op.y = types.param;
   write_name(v, op.name);
   return op;
@@ -413,14 +439,14 @@ Op make_op(const Variant& v, const Types& types, const ort::Api* api, uint32_t v
 
 }  // namespace
 
-int make_ops(Op* ops, const ort::Api* api, uint32_t version, CudaFn cuda) {
+int make_ops(Op* ops, const ort::Api* api, uint32_t minor, CudaFn cuda) {
   int count = 0;
   for (int i = 0; i < kVariants; i++) {
     const Variant v = variant(i);
     for (const Types& types : kTypes) {
       if (v.stash == RMSNORM_STASH_F64 && types.x != RMSNORM_F64) continue;
-      ops[count++] = make_op(v, types, api, version, nullptr);
-      if (cuda && types.x != RMSNORM_F64) ops[count++] = make_op(v, types, api, version, cuda);
+      ops[count++] = make_op(v, types, api, minor, nullptr);
+      if (cuda && types.x != RMSNORM_F64) ops[count++] = make_op(v, types, api, minor, cuda);
     }
   }
   return count;

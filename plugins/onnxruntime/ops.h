@@ -13,7 +13,8 @@ using CudaFn = rmsnorm_status (*)(const rmsnorm_args*, void* stream);
 struct Op {
   ort::CustomOp base;
   const ort::Api* api;
-  CudaFn cuda;  // nullptr: this op runs on the CPU
+  bool shape_reference;  // api has ort::ShapeReference
+  CudaFn cuda;           // nullptr: this op runs on the CPU
   Variant variant;
   rmsnorm_dtype x;
   rmsnorm_dtype param;
@@ -24,8 +25,9 @@ struct Op {
 // The most that make_ops fills in.
 constexpr int kMostOps = kVariants * 6 * 2;
 
-// Fills ops and returns their number. cuda nullptr: none for the CUDA provider. version: ort::kOldest .. ort::kNewest.
-int make_ops(Op* ops, const ort::Api* api, uint32_t version, CudaFn cuda);
+// Fills ops and returns their number. cuda nullptr: none for the CUDA provider. minor: the y of a runtime 1.y, no less
+// than ort::kOldest, that api is from.
+int make_ops(Op* ops, const ort::Api* api, uint32_t minor, CudaFn cuda);
 
 }  // namespace rmsnorm_ort
 

@@ -78,22 +78,25 @@ using TypeAndShape = Function<65, Status*, const Value*, TensorInfo**>;
 using AttributeFloat = Function<85, Status*, const KernelInfo*, const char*, float*>;
 using AttributeInt = Function<86, Status*, const KernelInfo*, const char*, int64_t*>;
 using AttributeString = Function<87, Status*, const KernelInfo*, const char*, char*, size_t*>;
-using InputCount = Function<88, Status*, const KernelContext*, size_t*>;
-using OutputCount = Function<89, Status*, const KernelContext*, size_t*>;
 using Input = Function<90, Status*, const KernelContext*, size_t, const Value**>;
 using Output = Function<91, Status*, KernelContext*, size_t, const int64_t*, size_t, Value**>;
 using ReleaseStatus = Function<93, void, Status*>;
 using ReleaseTensorInfo = Function<99, void, TensorInfo*>;
 using GpuStream = Function<193, Status*, const KernelContext*, void**>;
+using ConstantInput = Function<249, Status*, const KernelInfo*, size_t, int*, const Value**>;
 using ShapeInputCount = Function<267, Status*, const ShapeContext*, size_t*>;
 using ShapeInput = Function<268, Status*, const ShapeContext*, size_t, TensorInfo**>;
 using ShapeOutput = Function<270, Status*, const ShapeContext*, size_t, const TensorInfo*>;
 using ParallelFor = Function<274, Status*, const KernelContext*, void (*)(void*, size_t), size_t, size_t, void*>;
 
+// From 24: the shape where the runtime keeps it, while TypeAndShape copies it into several allocations.
+using ShapeReference = Function<414, Status*, const Value*, ElementType*, const int64_t**, size_t*>;
+
 // The oldest and newest versions of CustomOp that this library can be. The API table of the oldest holds every slot
-// above.
+// above but ShapeReference.
 constexpr uint32_t kOldest = 17;
 constexpr uint32_t kNewest = 18;
+constexpr uint32_t kShapeReference = 24;
 
 }  // namespace ort
 

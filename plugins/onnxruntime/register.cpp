@@ -57,15 +57,15 @@ struct Registered {
 
 constexpr int kMostRuntimes = 8;
 
-Status* make_domain(const Api* api, uint32_t version, Registered* out) {
+Status* make_domain(const Api* api, uint32_t minor, Registered* out) {
   out->api = api;
-  const int count = rmsnorm_ort::make_ops(out->ops, api, version, find_cuda());
+  const int count = rmsnorm_ort::make_ops(out->ops, api, minor, find_cuda());
   Status* failed = ort::CreateDomain::call(api, "rmsnorm_deploy", &out->domain);
   for (int i = 0; i < count && !failed; i++) failed = ort::DomainAdd::call(api, out->domain, &out->ops[i].base);
   return failed;
 }
 
-Status* register_ops(ort::SessionOptions* options, const Api* api, uint32_t version) {
+Status* register_ops(ort::SessionOptions* options, const Api* api, uint32_t minor) {
   static std::mutex mutex;
   static Registered* made[kMostRuntimes];
   const std::lock_guard<std::mutex> lock(mutex);
@@ -74,7 +74,7 @@ Status* register_ops(ort::SessionOptions* options, const Api* api, uint32_t vers
     if (!slot) {
       Registered* fresh = static_cast<Registered*>(calloc(1, sizeof(Registered)));
       if (!fresh) return ort::CreateStatus::call(api, ort::kFail, "rmsnorm_deploy: out of memory");
-      Status* failed = make_domain(api, version, fresh);
+      Status* failed = make_domain(api, minor, fresh);
       if (failed) return failed;  // what the runtime may already refer to stays allocated
       slot = fresh;
     }
@@ -89,7 +89,8 @@ extern "C" RMSNORM_API Status* RegisterCustomOps(ort::SessionOptions* options, c
   if (!options || !base) return nullptr;
   const unsigned long minor = minor_version(base->get_version());
   if (minor < ort::kOldest) return too_old(base);
-  const Api* api = base->get_api(ort::kOldest);
+  // The same table for every version; asking for the newest that is used here makes sure that it is there.
+  const Api* api = base->get_api(minor < ort::kShapeReference ? ort::kOldest : ort::kShapeReference);
   if (!api) return too_old(base);
-  return register_ops(options, api, minor < ort::kNewest ? ort::kOldest : ort::kNewest);
+  return register_ops(options, api, static_cast<uint32_t>(minor));
 }
