@@ -101,7 +101,8 @@ def _library(options: EngineOptions) -> Path:
     found = options.plugin_library or native_library("tensorrt")
     if found is None:
         raise BackendUnavailable(
-            "the TensorRT plugin library is not built: python -m rmsnorm_deploy.native build --tensorrt, or --plugin never"
+            "the TensorRT plugin library is not built: run python -m rmsnorm_deploy.native build --tensorrt, "
+            "or give --plugin never"
         )
     return found.resolve()
 

@@ -14,14 +14,14 @@ GROWTH = 8  # a dim without a maximum is taken up to this many times the size it
 
 
 def default_profile(manifest: Mapping[str, Any]) -> Profile:
-    """One profile over the manifest's dims: from the least allowed (not 0) to the greatest, tuned for the example."""
+    """One profile over the dims: what the recipe asks for, else from the least allowed (not 0) to the greatest."""
     sizes: list[dict[str, int]] = [{}, {}, {}]
     for name, dim in manifest["dims"].items():
         example = max(int(dim["example"]), 1)
         low = max(int(dim["min"] or 0), 1)
-        given = dim.get("engine")
-        low, best, high = given or (low, example, dim["max"] or max(GROWTH * example, low))
-        for point, size in zip(sizes, (low, best, high), strict=True):
+        greatest = dim["max"] or max(GROWTH * example, low)
+        wanted = manifest.get("engine_profile", {}).get(name, (low, min(max(example, low), greatest), greatest))
+        for point, size in zip(sizes, wanted, strict=True):
             point[name] = int(size)
     return _profile(manifest, {}, sizes)
 

@@ -50,12 +50,13 @@ def interleaved(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str,
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()  # type: ignore[no-untyped-call]
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            start.record()
             run()
-            end.record()  # type: ignore[no-untyped-call]
-            end.synchronize()  # type: ignore[no-untyped-call]
-            times[name].append(start.elapsed_time(end))  # type: ignore[no-untyped-call]
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end))
     return {name: statistics.median(values) for name, values in times.items()}
 
 

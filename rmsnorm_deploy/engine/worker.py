@@ -115,9 +115,8 @@ class _Build:
         if self.request.plugin:
             missing = [name for name in self.request.norms if name not in plugins]
             if missing:
-                raise InputError(
-                    f"{len(missing)} of {len(self.request.norms)} norms did not become plugin layers: {missing[0]!r} first"
-                )
+                count = f"{len(missing)} of {len(self.request.norms)} norms"
+                raise InputError(f"{count} did not become plugin layers: {missing[0]!r} is the first")
         for kind in ("input", "output"):
             for index in range(getattr(self.network, f"num_{kind}s")):
                 self.answer.io.append(self._tensor(kind, getattr(self.network, f"get_{kind}")(index)))
@@ -177,7 +176,7 @@ def _capability(trt: Any, sm: int) -> Any:
 def _logger(trt: ModuleType | Any, verbose: bool) -> Any:
     least = trt.ILogger.INFO if verbose else trt.ILogger.WARNING
 
-    class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
+    class Logger(trt.ILogger):  # type: ignore[misc]
         """Prints what matters, and keeps the errors for the one line that a refusal has."""
 
         def __init__(self) -> None:
@@ -194,7 +193,7 @@ def _logger(trt: ModuleType | Any, verbose: bool) -> Any:
 
 
 def _monitor(trt: Any) -> Any:
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc, name-defined]
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         """The builder's own phases, on one line of the terminal."""
 
         def __init__(self) -> None:
