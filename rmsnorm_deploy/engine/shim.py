@@ -1,8 +1,8 @@
 """Makes TensorRT-RTX's package complete enough for plugins.
 
 Its wheel has ``libtensorrt_rtx.so.1`` alone, and adding a plugin opens ``libtensorrt_rtx.so``: where that is missing
-the process aborts. A library with that name which is already loaded is found by its soname, so one is made which only needs
-the real one.
+the process aborts. A library with that name which is already loaded is found by its soname, so one is made which only
+needs the real one.
 """
 
 from __future__ import annotations

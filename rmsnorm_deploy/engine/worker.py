@@ -10,7 +10,6 @@ import resource
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from rmsnorm_deploy.engine.request import MODULES, BuildAnswer, BuildRequest
@@ -173,7 +172,7 @@ def _capability(trt: Any, sm: int) -> Any:
     return known[str(sm)]
 
 
-def _logger(trt: ModuleType | Any, verbose: bool) -> Any:
+def _logger(trt: Any, verbose: bool) -> Any:
     least = trt.ILogger.INFO if verbose else trt.ILogger.WARNING
 
     class Logger(trt.ILogger):  # type: ignore[misc]
