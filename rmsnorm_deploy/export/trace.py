@@ -8,7 +8,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from rmsnorm_deploy.runtime.binding import bind_parameters, key_text
 
 MIN_TORCH_OPSET = 18
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_BULKY_METADATA = tuple(f"pkg.torch.onnx.{key}" for key in ("stack_trace", "fx_node", "class_hierarchy")) + ("namespace",)
 _INT_TYPES = (ir.DataType.INT64, ir.DataType.INT32)
 
 
@@ -172,6 +173,7 @@ def _from_program(program: torch.export.ExportedProgram, source: Source, opset: 
     if got != opset:
         raise InputError(f"opset {opset} was asked for and PyTorch's exporter wrote {got}: give --opset {got}")
     merge_tied(model)
+    _set_traces_aside(model)
     parameters = _parameters(program, source)
     leaves = call_leaves(program, parameters)
     traced = Traced(model, program, parameters, notes=notes)
@@ -181,6 +183,15 @@ def _from_program(program: torch.export.ExportedProgram, source: Source, opset: 
     _record_ranges(traced, program, symbols, source)
     traced.high = {**_vocabularies(model), **source.high}
     return traced
+
+
+def _set_traces_aside(model: ir.Model) -> None:
+    """Keep the exporter's stack traces for the norms' locations, out of the files: they are most of a graph's size."""
+    for node in model.graph.all_nodes():
+        for key in _BULKY_METADATA:
+            text = node.metadata_props.pop(key, None)
+            if text is not None:
+                node.meta[key] = text
 
 
 def _parameters(program: torch.export.ExportedProgram, source: Source) -> list[str]:
@@ -290,9 +301,8 @@ def _name_dims(traced: Traced, leaves: list[Leaf], source: Source) -> dict[str, 
                 continue
             wanted = asked.get(axis) or _usual_name(value, axis)
             names[symbol] = _unique(wanted, set(names.values()))
-    pattern = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b") if names else None
-    if pattern is not None:
-        _rename_dims(traced.model, lambda text: pattern.sub(lambda match: names[match[0]], text))
+    pattern = re.compile(r"\b[A-Za-z_]\w*")
+    _rename_dims(traced.model, lambda text: pattern.sub(lambda match: names.get(match[0], match[0]), text))
     return names
 
 
@@ -313,8 +323,9 @@ def _unique(name: str, taken: set[str]) -> str:
     return candidate
 
 
-def _rename_dims(model: ir.Model, rename: Any) -> None:
-    known: dict[str, str] = {}
+def _rename_dims(model: ir.Model, rename: Callable[[str], str]) -> None:
+    """Dims under new names; a dim that PyTorch found to be fixed is written as text there, and is a number here."""
+    known: dict[str, str | int] = {}
 
     def renamed(value: ir.Value) -> None:
         if value.shape is None or all(isinstance(dim, int) for dim in value.shape):
@@ -325,7 +336,9 @@ def _rename_dims(model: ir.Model, rename: Any) -> None:
             if text is None:
                 dims.append(dim if isinstance(dim, int) else None)
             else:
-                dims.append(known.setdefault(text, rename(text)))
+                if text not in known:
+                    known[text] = int(text) if text.isdigit() else rename(text)
+                dims.append(known[text])
         value.shape = ir.Shape(dims)
 
     for value in model.graph.inputs:

@@ -66,5 +66,5 @@ def module_of(node: ir.Node) -> str | None:
 
 def location_of(node: ir.Node) -> str | None:
     """``file.py:line`` of the source, if the exporter wrote it."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.metadata_props.get(_TRACE, ""))
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.metadata_props.get(_TRACE) or str(node.meta.get(_TRACE, "")))
     return f"{found[-1][0].rsplit('/', 1)[-1]}:{found[-1][1]}" if found else None
