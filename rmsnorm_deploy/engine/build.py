@@ -23,6 +23,7 @@ from rmsnorm_deploy.runtime.optional import load_module, native_library
 from rmsnorm_deploy.runtime.profiles import Profile
 from rmsnorm_deploy.runtime.signature import Signature
 
+OUR_MARK = "rmsnorm_deploy: "  # what the plugin's own messages begin with
 VARIANTS = {"auto": ("plugin", "native"), "always": ("plugin",), "never": ("native",)}
 
 
@@ -62,6 +63,8 @@ def build_engines(
     tell: Say = say or (lambda text: None)
     if chosen.runtime not in MODULES:
         raise InputError(f"no runtime {chosen.runtime!r}: choose {' or '.join(MODULES)}")
+    if chosen.timing_cache is not None and chosen.runtime == "tensorrt-rtx":
+        raise InputError("TensorRT-RTX keeps no timing cache: leave --timing-cache out")
     if chosen.plugin not in VARIANTS:
         raise InputError(f"plugin is {chosen.plugin!r}: choose {', '.join(VARIANTS)}")
     check_dtypes(Signature.from_manifest(opened.manifest), chosen.runtime)
@@ -127,6 +130,7 @@ def _build(
             norms=[norm.node for norm in bundle.norms],
             timing_cache=None if options.timing_cache is None else str(options.timing_cache.resolve()),
             verbose=options.verbose,
+            progress=sys.stderr.isatty(),
         )
         answer = _run(request, Path(scratch))
     record = _record(name, engine, options, answer, profiles, library, bundle)
@@ -154,16 +158,30 @@ def _run(request: BuildRequest, scratch: Path) -> BuildAnswer:
     command = [sys.executable, "-m", "rmsnorm_deploy.engine.worker", str(asked)]
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False)
+    status, said = _echoed(command, os.environ | {"PYTHONPATH": path})
     answered = Path(request.answer)
     if not answered.is_file():
-        raise InputError(
-            f"{request.runtime} {_ending(done.returncode)} while it built {request.model}: see its messages above"
-        )
+        last = f": {said[-1]}" if said else ""
+        raise InputError(f"{request.runtime} {_ending(status)} while it built {request.model}{last}"[:600])
     answer = BuildAnswer.read(answered)
     if answer.error is not None:
-        raise (BackendUnavailable if answer.kind == "backend" else InputError)(answer.error)
+        # The plugin says what it refuses on standard error, where TensorRT gives it no logger.
+        ours = [line for line in said if line.startswith(OUR_MARK) and line not in answer.error]
+        error = f"{answer.error}: {ours[0].removeprefix(OUR_MARK)}" if ours else answer.error
+        raise (BackendUnavailable if answer.kind == "backend" else InputError)(error)
     return answer
+
+
+def _echoed(command: Sequence[str], environment: dict[str, str]) -> tuple[int, list[str]]:
+    """Run a command, pass on what it says on standard error as it comes, and return its status and those lines."""
+    said = b""
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, bufsize=0) as process:
+        assert process.stderr is not None
+        while chunk := process.stderr.read(4096):
+            said = (said + chunk)[-65536:]
+            sys.stderr.write(chunk.decode("utf-8", "replace"))
+            sys.stderr.flush()
+    return process.returncode, [line.strip() for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
 
 
 def _ending(status: int) -> str:

@@ -27,6 +27,7 @@ class BuildRequest:
     norms: list[str]
     timing_cache: str | None = None
     verbose: bool = False
+    progress: bool = False
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")

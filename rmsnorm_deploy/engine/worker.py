@@ -138,7 +138,7 @@ class _Build:
                 raise InputError(self._because("TensorRT refuses the profile: give another --profile"))
         if self.request.plugin:
             config.plugins_to_serialize = [self.request.plugin]
-        if sys.stderr.isatty():
+        if self.request.progress:
             config.progress_monitor = _monitor(self.trt)
         self._load_timing_cache(config)
         return config
