@@ -1,4 +1,4 @@
-"""The bundle: a folder with a model, how it is called, and the evidence that it is right. Written whole or not at all."""
+"""The bundle: a folder with a model, how it is called, the evidence that it is right. Written whole, or not at all."""
 
 from __future__ import annotations
 
@@ -90,7 +90,9 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
     folder = Path(path)
     file = folder / MANIFEST
     if not file.is_file():
-        raise InputError(f"{folder} is not a bundle: it has no {MANIFEST}; make one with python -m rmsnorm_deploy.export")
+        raise InputError(
+            f"{folder} is not a bundle: it has no {MANIFEST}; make one with python -m rmsnorm_deploy.export"
+        )
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -19,7 +19,9 @@ import torch
 from rmsnorm_deploy import __version__
 from rmsnorm_deploy.bundle import FORMAT, MODEL, REFERENCE, Bundle, new_bundle, save_program, write_manifest
 from rmsnorm_deploy.errors import InputError
-from rmsnorm_deploy.export.trace import Traced, cast_floats, cast_module, trace
+from rmsnorm_deploy.export.precision import cast_floats, cast_module
+from rmsnorm_deploy.export.trace import trace
+from rmsnorm_deploy.export.traced import Traced
 from rmsnorm_deploy.export.weights import DATA_FILE, Stored, save_graph, write_weights
 from rmsnorm_deploy.fusion import FusionResult, fuse
 from rmsnorm_deploy.load import Source, load_source, prepare_module, to_cpu
@@ -62,7 +64,7 @@ def export_model(
             that the command takes.
         args, kwargs: an example call. Tensors become inputs; other values are fixed.
         out_dir: the bundle's folder.
-        dynamic_shapes: as in ``torch.export.export``. By default every axis that may be a batch or a sequence is dynamic.
+        dynamic_shapes: as in ``torch.export.export``; by default every axis that may be a batch or a sequence.
         opset: ONNX opset of the file, for PyTorch models.
         precision: "keep", "fp32", "fp16" or "bf16", for PyTorch modules.
         check, benchmark: also judge parity, and time the model, as the command does.
@@ -97,7 +99,7 @@ def run(source: Source, options: Options, progress: Progress) -> Bundle:
     """Export a loaded source; the bundle is complete when this returns.
 
     Raises:
-        InputError: something about the source or the options stands in the way; nothing is left under the bundle's name.
+        InputError: the source or the options stand in the way; nothing is left under the bundle's name.
     """
     source = _in_precision(source, options.precision)
     with new_bundle(options.out_dir, replace=options.force) as folder:
@@ -149,11 +151,10 @@ def check_model(path: Path) -> None:
 def _places(traced: Traced, stored: dict[str, Stored]) -> dict[str, dict[str, Any]]:
     """For the program's parameters whose bytes are in the data file, where they are: found by their memory."""
     assert traced.program is not None
-    by_name = {name: place for name, place in stored.items()}
     by_address = {
-        tensor.data_ptr(): by_name[name]
+        tensor.data_ptr(): stored[name]
         for name, tensor in traced.program.state_dict.items()
-        if name in by_name and tensor.is_contiguous()
+        if name in stored and tensor.is_contiguous()
     }
     return {
         name: {
@@ -204,7 +205,9 @@ def _manifest(source: Source, options: Options, traced: Traced, fused: FusionRes
 def _tensor(value: ir.Value) -> dict[str, Any]:
     names = {"FLOAT": "float32", "DOUBLE": "float64"}
     dtype = value.dtype.name if value.dtype is not None else "FLOAT"
-    shape = [dim if isinstance(dim, int) else (None if dim.value is None else str(dim.value)) for dim in value.shape or ()]
+    shape = [
+        dim if isinstance(dim, int) else (None if dim.value is None else str(dim.value)) for dim in value.shape or ()
+    ]
     return {"name": value.name, "dtype": names.get(dtype, dtype.lower()), "shape": shape}
 
 

@@ -52,7 +52,7 @@ def _identity(value: ir.Value) -> tuple[object, ...] | None:
     if isinstance(tensor, ir.ExternalTensor):
         return (*kind, str(tensor.path), tensor.offset, tensor.length)
     raw = getattr(tensor, "raw", None)
-    if hasattr(raw, "untyped_storage"):
+    if raw is not None and hasattr(raw, "untyped_storage"):
         return (*kind, raw.data_ptr(), raw.stride())
     return None
 
@@ -86,9 +86,15 @@ def _write_value(value: ir.Value, file: BinaryIO, folder: Path) -> Stored:
         _copy_range(Path(tensor.path), tensor.offset or 0, tensor.nbytes, file)
     else:
         array = np.ascontiguousarray(tensor.numpy())
-        file.write(memoryview(array.reshape(-1).view(np.uint8)))
+        file.write(array.reshape(-1).view(np.uint8).data)
     value.const_value = ir.ExternalTensor(
-        DATA_FILE, offset, tensor.nbytes, tensor.dtype, shape=tensor.shape, name=value.name or "", base_dir=folder
+        DATA_FILE,
+        offset,
+        tensor.nbytes,
+        tensor.dtype,
+        shape=ir.Shape(tensor.shape.numpy()),
+        name=value.name or "",
+        base_dir=folder,
     )
     return Stored(offset, tensor.nbytes)
 
