@@ -110,7 +110,8 @@ def register(session_options: Any) -> None:
     Raises:
         BackendUnavailable: the library is not built.
     """
-    session_options.register_custom_ops_library(library_path())
+    path = library_path()
+    session_options.register_custom_ops_library(path)
 
 
 @functools.cache

@@ -78,8 +78,7 @@ def compile_into(
 
     made_for: the identity that `find_library` will ask for. Raises as `build` does.
     """
-    compiler = _compiler(name)
-    cmake = _tool("cmake", "install CMake 3.20 or newer")
+    compiler, cmake = check_tools(name)
     target.parent.mkdir(parents=True, exist_ok=True)
     started = time.time()
     with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as scratch:
@@ -123,6 +122,15 @@ def _link_siblings() -> None:
     spare = ort.parent / f".{cuda.name}.{os.getpid()}"
     spare.symlink_to(cuda)
     spare.replace(link)
+
+
+def check_tools(name: str) -> tuple[str, str]:
+    """What the compiler calls itself, and the path of CMake.
+
+    Raises:
+        BackendUnavailable: one of them, or nvcc where the group needs it, is not on PATH.
+    """
+    return _compiler(name), _tool("cmake", "install CMake 3.20 or newer")
 
 
 def _compiler(name: str) -> str:
