@@ -13,6 +13,7 @@ import torch
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.export.naming import vocabularies
 from rmsnorm_deploy.export.quiet import reason, silence
+from rmsnorm_deploy.export.torchscript_ops import register_rms_norm
 from rmsnorm_deploy.export.traced import Traced
 from rmsnorm_deploy.export.weights import merge_tied
 from rmsnorm_deploy.load import Source
@@ -56,6 +57,7 @@ def from_torchscript(source: Source, opset: int) -> Traced:
         for path, _ in leaves
     }
     buffer = io.BytesIO()
+    register_rms_norm(opset)
     try:
         with torch.no_grad(), silence():
             torch.onnx.export(
