@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from rmsnorm_deploy.bundle import MANIFEST, UNHASHED
 from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, DeployError, InputError
 
-MANIFEST = "manifest.json"
 ENGINES = "engines"  # built after the export, each engine with a description of its own that has its hash
 
 _CHUNK = 1 << 20
@@ -47,7 +47,7 @@ def check_files(path: Path, progress: Callable[[str], None] | None = None) -> li
             progress(f"hashing {name}")
         problems += _compare(path / name, name, record["sha256"], int(record["bytes"]))
     problems += _engine_problems(path)
-    known = {MANIFEST, *files, *_engine_files(path)}
+    known = {*UNHASHED, *files, *_engine_files(path)}
     for name in _present(path):
         if name not in known:
             problems.append(FileProblem(name, "extra", "the export did not write it; remove it"))

@@ -11,6 +11,8 @@ from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity.oracle import BundleLike
 
 if TYPE_CHECKING:
+    import torch
+
     from rmsnorm_deploy.runtime.session import Session
 
 
@@ -57,24 +59,22 @@ def chosen(names: Sequence[str] | None) -> list[Backend]:
     return [BACKENDS[name] for name in names] if names is not None else list(BACKENDS.values())
 
 
-@dataclass(frozen=True)
-class SourceModel:
-    """A bundle as the runtime sees it, with the unfused source file in place of the model."""
+class HeldBundle:
+    """A bundle that reads its program once, however many sessions are opened on it; or one with another model file."""
 
-    bundle: BundleLike
-    model_path: Path
-    eager: None = None
+    def __init__(self, bundle: BundleLike, model_path: Path | None = None) -> None:
+        self.path, self.manifest = bundle.path, bundle.manifest
+        self.model_path = model_path or bundle.model_path
+        self.reference_path, self.eager = bundle.reference_path, bundle.eager
+        self._program = bundle.program()
 
-    @property
-    def path(self) -> Path:
-        return self.bundle.path
+    def program(self) -> torch.export.ExportedProgram | None:
+        return self._program
 
-    @property
-    def manifest(self) -> Any:
-        return self.bundle.manifest
+    def session(self, backend: str = "onnxruntime", **options: Any) -> Session:
+        from rmsnorm_deploy.runtime import open_session
 
-    def program(self) -> None:
-        return None
+        return open_session(self, backend, **options)
 
 
 def open_baseline(bundle: BundleLike) -> tuple[str, Session] | None:
@@ -86,8 +86,6 @@ def open_baseline(bundle: BundleLike) -> tuple[str, Session] | None:
         return "PyTorch eager", bundle.session("pytorch")
     if bundle.reference_path is None:
         return None
-    from rmsnorm_deploy.runtime import open_session
-
-    source = SourceModel(bundle, bundle.reference_path)
-    options = {"custom_ops": False, "optimization": "disabled"}
-    return f"{source.model_path.name} in ONNX Runtime", open_session(source, "onnxruntime", **options)
+    source = HeldBundle(bundle, bundle.reference_path)
+    session = source.session("onnxruntime", custom_ops=False, optimization="disabled")
+    return f"{source.model_path.name} in ONNX Runtime", session

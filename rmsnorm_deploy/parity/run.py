@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
-from rmsnorm_deploy.parity.backends import Backend, chosen, open_baseline
+from rmsnorm_deploy.parity.backends import Backend, HeldBundle, chosen, open_baseline
 from rmsnorm_deploy.parity.judge import budgets, judge
 from rmsnorm_deploy.parity.oracle import BundleLike, open_oracle
 from rmsnorm_deploy.parity.result import (
@@ -62,6 +62,7 @@ def run_parity(
     start = time.perf_counter()
     say = progress or _silent
     judged = chosen(backends)
+    bundle = HeldBundle(bundle)
     limits = budgets(bundle.manifest, bundle.model_path)
     say("lifting the model to float64")
     oracle = open_oracle(bundle)

@@ -1,0 +1,66 @@
+"""Time a bundle's model on PyTorch and ONNX Runtime, fused and not, and against the same model with LayerNorm.
+
+``python -m rmsnorm_deploy.benchmark kernels`` times this package's kernels instead; see its own --help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rmsnorm_deploy.errors import EXIT_OK, DeployError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["kernels"]:
+        from rmsnorm_deploy.benchmark import kernels
+
+        return kernels.main(arguments[1:])
+    options = _parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except DeployError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rmsnorm_deploy.benchmark",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "bundle", type=Path, metavar="BUNDLE", help="the folder that the export left, or the word kernels"
+    )
+    parser.add_argument("--threads", type=_positive, metavar="N", help="for PyTorch and ONNX Runtime alike")
+    parser.add_argument("--seconds", type=float, default=None, help="about how long to measure (10)")
+    parser.add_argument("--json", action="store_true", help="print all timings as JSON")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from rmsnorm_deploy.benchmark.model import SECONDS, run_benchmark
+    from rmsnorm_deploy.bundle import open_bundle
+    from rmsnorm_deploy.parity.progress import Progress
+
+    bundle = open_bundle(options.bundle)
+    with Progress() as progress:
+        report = run_benchmark(bundle, threads=options.threads, seconds=options.seconds or SECONDS, progress=progress)
+    print(json.dumps(report.to_json(), indent=1) if options.json else "\n".join(report.summary()))
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

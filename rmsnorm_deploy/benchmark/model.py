@@ -1,0 +1,230 @@
+"""The bundle's model timed on PyTorch and ONNX Runtime, fused and not, and with LayerNorm in place of each RMSNorm."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rmsnorm_deploy.benchmark.contestants import Threads, evaluating, onnxruntime_call, torch_call
+from rmsnorm_deploy.benchmark.norm import NormCase, norm_calls, typical_norm
+from rmsnorm_deploy.benchmark.result import MODEL_GROUP, NORM_GROUP, BenchmarkReport, Comparison, Timing
+from rmsnorm_deploy.benchmark.timing import Call, interleave, median_interval, quantile
+from rmsnorm_deploy.benchmark.twin import onnx_twin, torch_twin
+from rmsnorm_deploy.errors import DeployError, InputError
+from rmsnorm_deploy.parity.oracle import BundleLike
+from rmsnorm_deploy.parity.samples import Sample, make_samples
+from rmsnorm_deploy.runtime.optional import native_library
+from rmsnorm_deploy.runtime.tensors import to_torch
+
+if TYPE_CHECKING:
+    import torch
+
+SECONDS = 10.0
+
+_MODEL_SHARE = 0.7
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contestant before it runs: ``make`` gives the call, or raises DeployError with the reason why there is none."""
+
+    name: str
+    title: str
+    group: str
+    backend: str
+    make: Callable[[], Call]
+
+
+# (source, contender, baseline)
+_COMPARISONS = (
+    ("fusion", "onnxruntime", "onnxruntime-unfused"),
+    ("norm", "onnxruntime", "onnxruntime-layernorm"),
+    ("kernels", "onnxruntime-kernels", "onnxruntime"),
+    ("norm", "pytorch", "pytorch-layernorm"),
+    ("backend", "onnxruntime", "pytorch"),
+    ("norm", "norm-onnxruntime", "norm-onnxruntime-layernorm"),
+    ("kernels", "norm-onnxruntime-kernels", "norm-onnxruntime"),
+    ("norm", "norm-pytorch", "norm-pytorch-layernorm"),
+)
+
+
+def run_benchmark(
+    bundle: BundleLike,
+    *,
+    threads: int | None = None,
+    seconds: float = SECONDS,
+    progress: Callable[[str], None] | None = None,
+) -> BenchmarkReport:
+    """Time ``bundle`` at its example's shape for about ``seconds``, all contestants in turn.
+
+    ``threads`` is for PyTorch and ONNX Runtime alike; PyTorch's own choice for None. ``progress`` is told each step.
+
+    Raises:
+        InputError: the bundle's model cannot be read.
+    """
+    start = time.perf_counter()
+    load = _load()
+    say = progress or (lambda step: None)
+    sample = make_samples(bundle.manifest, adversarial=False)[0]
+    exchanged: dict[str, int] = {}
+    case = typical_norm(bundle.manifest, sample.dims)
+    with ExitStack() as stack:
+        count = stack.enter_context(Threads(threads)).count
+        models = _model_entries(bundle, sample, count, exchanged, stack)
+        norms = norm_entries(case, count) if case is not None else []
+        timings = _time(models, seconds * (_MODEL_SHARE if norms else 1.0), say)
+        timings += _time(norms, seconds * (1.0 - _MODEL_SHARE), say)
+    return BenchmarkReport(
+        timings=timings,
+        comparisons=compare(timings),
+        threads=count,
+        machine={**_machine(), "load": load},
+        shapes={name: list(array.shape) for name, array in sample.feeds.items()},
+        norm=case.to_json() if case is not None else None,
+        exchanged=exchanged,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def compare(timings: Sequence[Timing]) -> list[Comparison]:
+    """The comparisons whose both sides ran, round by round: what disturbs a round disturbs both sides of it."""
+    ran = {timing.name: timing.milliseconds for timing in timings if timing.milliseconds}
+    found = []
+    for source, contender, baseline in _COMPARISONS:
+        if contender in ran and baseline in ran:
+            ratios = [slow / fast for slow, fast in zip(ran[baseline], ran[contender], strict=True)]
+            low, high = median_interval(ratios)
+            found.append(Comparison(source, contender, baseline, quantile(ratios, 0.5), low, high))
+    return found
+
+
+def _time(entries: Sequence[Entry], seconds: float, say: Callable[[str], None]) -> list[Timing]:
+    calls: dict[str, Call] = {}
+    reasons: dict[str, str] = {}
+    for entry in entries:
+        say(f"preparing {entry.title}")
+        try:
+            calls[entry.name] = entry.make()
+        except DeployError as error:
+            reasons[entry.name] = str(error)
+    times = interleave(calls, seconds, say) if calls else {}
+    return [
+        Timing(entry.name, entry.title, entry.group, entry.backend, times.get(entry.name, []), reasons.get(entry.name))
+        for entry in entries
+    ]
+
+
+def _model_entries(
+    bundle: BundleLike, sample: Sample, threads: int, exchanged: dict[str, int], stack: ExitStack
+) -> list[Entry]:
+    call = _TorchModel(bundle, sample, stack, exchanged)
+    folder, feeds = bundle.path, sample.feeds
+
+    def onnx(path: Path, library: Path | None = None) -> Call:
+        return onnxruntime_call(path.read_bytes(), folder, feeds, threads=threads, library=library)
+
+    def unfused() -> Call:
+        if bundle.reference_path is None:
+            raise InputError("the bundle holds no unfused model")
+        return onnx(bundle.reference_path)
+
+    def kernels() -> Call:
+        return onnx(bundle.model_path, _library())
+
+    def twin() -> Call:
+        model, exchanged["onnxruntime"] = onnx_twin(bundle.model_path, bundle.manifest["norms"])
+        return onnxruntime_call(model, folder, feeds, threads=threads)
+
+    ort = "onnxruntime"
+    return [
+        Entry("pytorch", "PyTorch", MODEL_GROUP, "pytorch", call.plain),
+        Entry("pytorch-layernorm", "PyTorch with LayerNorm", MODEL_GROUP, "pytorch", call.twin),
+        Entry("onnxruntime-unfused", "ONNX Runtime, norms not fused", MODEL_GROUP, ort, unfused),
+        Entry("onnxruntime", "ONNX Runtime", MODEL_GROUP, ort, lambda: onnx(bundle.model_path)),
+        Entry("onnxruntime-kernels", "ONNX Runtime with our kernels", MODEL_GROUP, ort, kernels),
+        Entry("onnxruntime-layernorm", "ONNX Runtime with LayerNorm", MODEL_GROUP, ort, twin),
+    ]
+
+
+def norm_entries(case: NormCase, threads: int) -> list[Entry]:
+    """A single norm at the model's own width."""
+    makers = norm_calls(case, threads, _library)
+    titles = {
+        "norm-copy": ("Copy of the same bytes", "pytorch"),
+        "norm-pytorch": ("PyTorch rms_norm", "pytorch"),
+        "norm-pytorch-layernorm": ("PyTorch layer_norm", "pytorch"),
+        "norm-onnxruntime": ("ONNX Runtime RMSNorm", "onnxruntime"),
+        "norm-onnxruntime-kernels": ("ONNX Runtime RMSNorm, our kernels", "onnxruntime"),
+        "norm-onnxruntime-layernorm": ("ONNX Runtime LayerNormalization", "onnxruntime"),
+    }
+    return [Entry(name, title, NORM_GROUP, kind, makers[name]) for name, (title, kind) in titles.items()]
+
+
+def _library() -> Path:
+    library = native_library("ort")
+    if library is None:
+        raise InputError("the custom ops are not built: run python -m rmsnorm_deploy.native build")
+    return library
+
+
+class _TorchModel:
+    """The bundle's PyTorch model and its twin, called with the sample."""
+
+    def __init__(self, bundle: BundleLike, sample: Sample, stack: ExitStack, exchanged: dict[str, int]) -> None:
+        self._bundle, self._sample, self._stack, self._exchanged = bundle, sample, stack, exchanged
+        self._program = bundle.program()
+
+    def plain(self) -> Call:
+        if self._bundle.eager is not None:
+            return self._call(self._bundle.eager)
+        if self._program is None:
+            raise InputError("the bundle was made from an ONNX file and has no PyTorch model")
+        return self._call(self._program.module(check_guards=False))
+
+    def twin(self) -> Call:
+        if self._bundle.eager is None:
+            raise InputError("the PyTorch module is at hand only in the process that exports it")
+        twin, self._exchanged["pytorch"] = torch_twin(self._bundle.eager, self._bundle.manifest["norms"])
+        return self._call(twin)
+
+    def _call(self, module: torch.nn.Module) -> Call:
+        self._stack.enter_context(evaluating(module))
+        args, kwargs = self._arguments()
+        return torch_call(module, args, kwargs)
+
+    def _arguments(self) -> tuple[Any, Mapping[str, Any]]:
+        from rmsnorm_deploy.runtime.pytorch_session import arguments_like, nest
+
+        signature = self._bundle.manifest["signature"]
+        leaves: dict[str, Any] = {item["path"]: item["value"] for item in signature["constants"]}
+        for item in signature["inputs"]:
+            leaves[item.get("path", item["name"])] = to_torch(self._sample.feeds[item["name"]])
+        if self._program is None:
+            return (), nest(leaves)
+        return arguments_like(self._program, tuple(signature["parameters"]), leaves)
+
+
+def _machine() -> dict[str, Any]:
+    import os
+
+    processor = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                processor = line.split(":", 1)[1].strip()
+                break
+    except OSError:  # not Linux
+        pass
+    return {"processor": processor, "cores": os.cpu_count(), "system": platform.system()}
+
+
+def _load() -> float | None:
+    """How many processes wanted to run before this one began to measure; None where the system does not say."""
+    import os
+
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None

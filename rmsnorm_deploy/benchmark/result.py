@@ -1,0 +1,149 @@
+"""What the benchmark measured: plain data, to and from JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rmsnorm_deploy.benchmark.timing import quantile
+from rmsnorm_deploy.errors import InputError
+
+FORMAT = 1
+
+MODEL_GROUP = "model"
+NORM_GROUP = "norm"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One contestant. ``milliseconds`` has a figure a round; empty with ``reason`` when it could not run.
+
+    ``group`` is "model" or "norm" (a single norm at the model's own width), ``backend`` "pytorch" or "onnxruntime".
+    """
+
+    name: str
+    title: str
+    group: str
+    backend: str
+    milliseconds: list[float] = field(default_factory=list)
+    reason: str | None = None
+
+    @property
+    def median(self) -> float:
+        return quantile(self.milliseconds, 0.5)
+
+    @property
+    def p5(self) -> float:
+        return quantile(self.milliseconds, 0.05)
+
+    @property
+    def p95(self) -> float:
+        return quantile(self.milliseconds, 0.95)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How many times as fast ``contender`` is as ``baseline``: the median over the rounds, and its 95% interval.
+
+    ``source`` says what the difference comes from: "fusion" (one op instead of a chain), "norm" (RMSNorm instead of
+    LayerNorm), "kernels" (this package's own) or "backend".
+    """
+
+    source: str
+    contender: str
+    baseline: str
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def clear(self) -> bool:
+        """Whether the whole interval lies on one side of equal."""
+        return self.low > 1.0 or self.high < 1.0
+
+
+@dataclass(frozen=True)
+class BenchmarkReport:
+    """All timings of one run, made in turn on one machine, and the comparisons that follow from them."""
+
+    timings: list[Timing]
+    comparisons: list[Comparison]
+    threads: int
+    machine: dict[str, Any]
+    shapes: dict[str, list[int]]
+    norm: dict[str, Any] | None
+    exchanged: dict[str, int]
+    seconds: float = 0.0
+
+    def timing(self, name: str) -> Timing:
+        """One contestant; KeyError for a name that is none."""
+        return {timing.name: timing for timing in self.timings}[name]
+
+    def sentences(self) -> list[str]:
+        """The comparisons in words, after a warning when other programs had the machine too."""
+        titles = {timing.name: timing.title for timing in self.timings}
+        busy = self.busy()
+        return ([busy] if busy else []) + [_sentence(item, titles) for item in self.comparisons]
+
+    def busy(self) -> str | None:
+        """A warning when half of the cores or more were taken before the run began."""
+        load, cores = self.machine.get("load"), self.machine.get("cores") or 1
+        if load is None or load < cores / 2:
+            return None
+        return f"The machine was busy (load {load:.1f} on {cores} cores): measure again when it is idle"
+
+    def summary(self) -> list[str]:
+        """A line a contestant, then the comparisons in words."""
+        return [_line(timing) for timing in self.timings] + self.sentences()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types, with the quantiles worked out beside the raw times."""
+        data = dataclasses.asdict(self)
+        for record, timing in zip(data["timings"], self.timings, strict=True):
+            record["milliseconds"] = [float(f"{value:.5g}") for value in timing.milliseconds]
+            if timing.milliseconds:
+                record.update(median=timing.median, p5=timing.p5, p95=timing.p95)
+        return {"format": FORMAT, **data, "summary": self.sentences()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> BenchmarkReport:
+        """The inverse of `to_json`. Raises InputError for another format."""
+        if data.get("format") != FORMAT:
+            raise InputError(f"benchmark.json has format {data.get('format')!r}, this version reads {FORMAT}")
+        known = [item.name for item in dataclasses.fields(Timing)]
+        try:
+            return cls(
+                timings=[Timing(**{key: timing[key] for key in known}) for timing in data["timings"]],
+                comparisons=[Comparison(**comparison) for comparison in data["comparisons"]],
+                **{key: data[key] for key in ("threads", "machine", "shapes", "norm", "exchanged", "seconds")},
+            )
+        except (KeyError, TypeError) as error:
+            raise InputError(f"benchmark.json is not one of this package's: {error}") from error
+
+
+_WORDS = {
+    "fusion": "from fusing each norm into one op",
+    "norm": "from RMSNorm in place of LayerNorm",
+    "kernels": "from this package's kernels",
+    "backend": "from the backend",
+}
+
+
+def milliseconds(value: float) -> str:
+    """Three significant digits with the unit that suits."""
+    return f"{value * 1e3:.3g} µs" if value < 1 else f"{value:.3g} ms"
+
+
+def _line(timing: Timing) -> str:
+    if timing.reason is not None:
+        return f"{timing.title}: not run ({timing.reason})"
+    spread = f"{milliseconds(timing.p5)} to {milliseconds(timing.p95)}"
+    return f"{timing.title}: {milliseconds(timing.median)} ({spread}, {len(timing.milliseconds)} rounds)"
+
+
+def _sentence(item: Comparison, titles: Mapping[str, str]) -> str:
+    figures = f"{item.ratio:.2f}x ({item.low:.2f} to {item.high:.2f})"
+    words = f"{titles[item.contender]} against {titles[item.baseline]}: {figures}"
+    return f"{words}, {_WORDS[item.source]}" if item.clear else f"{words}, no difference that this run can tell"

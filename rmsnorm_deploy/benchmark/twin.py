@@ -1,0 +1,136 @@
+"""The LayerNorm twin: the same model with LayerNorm where each RMSNorm is, for timing only.
+
+Both norms read and write the same bytes, so what the twin shows is what the choice of norm costs, apart from what
+fusing
+it brings. The twin's outputs are meaningless.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.opset import DOMAIN, VARIANT_BY_NAME, is_fused_op
+from rmsnorm_deploy.parity.onnx_file import read_model
+
+if TYPE_CHECKING:
+    import torch
+
+_ONNX_NAMES = {"float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT", "float64": "DOUBLE"}
+
+
+def onnx_twin(model: Path, norms: Sequence[Mapping[str, Any]]) -> tuple[bytes, int]:
+    """The twin of the ONNX file ``model``, serialized, and how many norms were exchanged.
+
+    Weights that are in other files stay there; the twin refers to them. ``norms`` are the manifest's records, which
+    know
+    each row's width.
+
+    Raises:
+        InputError: the file has no fused norm, or one whose row has no fixed size.
+    """
+    twin = ir.from_proto(read_model(model))
+    records = {record["node"]: record for record in norms}
+    nodes = [node for node in ir.traversal.RecursiveGraphIterator(twin.graph) if is_fused_op(node)]
+    if not nodes:
+        raise InputError(f"{model.name} has no fused norm to exchange")
+    for node in nodes:
+        if str(node.name) not in records:
+            raise InputError(f"the manifest has no norm {node.name!r}, and the model has: export it again")
+        _exchange(node, records[str(node.name)])
+    for key in [key for key in twin.functions if key[0] == DOMAIN]:
+        del twin.functions[key]
+    twin.opset_imports.pop(DOMAIN, None)
+    return ir.to_proto(twin).SerializeToString(), len(nodes)
+
+
+def _exchange(node: ir.Node, record: Mapping[str, Any]) -> None:
+    """Put Add (of a residual) and LayerNormalization with a bias of zeros in the place of one fused op."""
+    row = list(record["shape"])[record["axis"] :]
+    if not all(isinstance(size, int) for size in row):
+        raise InputError(f"norm {node.name} has a row of shape {row}, and a twin needs fixed sizes")
+    variant = VARIANT_BY_NAME[node.op_type]
+    operands = list(node.inputs)
+    total = operands.pop(0)
+    assert total is not None
+    new: list[ir.Node] = []
+    if variant.skip:
+        new.append(ir.node("Add", [total, operands.pop(0)]))
+        total = new[-1].outputs[0]
+    scale, bias = (*operands, None, None)[:2]
+    dtype = ir.DataType[_ONNX_NAMES[record["dtype"]]]
+    norm = ir.node(
+        "LayerNormalization",
+        [total, _parameter(scale, 1.0, row, dtype, new), _parameter(bias, 0.0, row, dtype, new)],
+        attributes={"axis": node.attributes["axis"].as_int(), "epsilon": node.attributes["epsilon"].as_float()},
+    )
+    new.append(norm)
+    result = norm.outputs[0]
+    if not variant.before_cast and scale is not None and record["scale_dtype"] != record["dtype"]:
+        # a wider scale after the cast makes a wider result
+        new.append(ir.node("Cast", [result], attributes={"to": int(ir.DataType[_ONNX_NAMES[record["scale_dtype"]]])}))
+        result = new[-1].outputs[0]
+    results = [result, total][: len(node.outputs)]
+    assert node.graph is not None
+    ir.convenience.replace_nodes_and_values(node.graph, node, [node], new, list(node.outputs), results)
+
+
+def _parameter(
+    value: ir.Value | None, fill: float, row: Sequence[int], dtype: ir.DataType, new: list[ir.Node]
+) -> ir.Value:
+    """Scale or bias as LayerNormalization wants it: in ``dtype``, of the row's shape. Constant folding works it out."""
+    if value is None:
+        value = _constant(np.full(list(row), fill, np.float32), new)
+    shape = _constant(np.asarray(row, np.int64), new)
+    cast = ir.node("Cast", [value], attributes={"to": int(dtype)})
+    expand = ir.node("Expand", [cast.outputs[0], shape])
+    reshape = ir.node("Reshape", [expand.outputs[0], shape])  # drops leading ones
+    new += [cast, expand, reshape]
+    return reshape.outputs[0]
+
+
+def _constant(array: np.ndarray[Any, Any], new: list[ir.Node]) -> ir.Value:
+    new.append(ir.node("Constant", [], attributes={"value": ir.tensor(array)}))
+    return new[-1].outputs[0]
+
+
+def torch_twin(model: torch.nn.Module, norms: Sequence[Mapping[str, Any]]) -> tuple[torch.nn.Module, int]:
+    """The twin of a module, over the same parameters in memory, and how many of its modules were exchanged.
+
+    ``norms`` are the manifest's records: a module that one of them names is exchanged when it has a weight.
+
+    Raises:
+        InputError: no norm is a module with a weight.
+    """
+    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    twin = copy.deepcopy(model, shared)
+    names = sorted({record["module"] for record in norms if record["module"]})
+    exchanged = sum(_exchange_module(twin, name, norms) for name in names)
+    if not exchanged:
+        raise InputError("no norm of the model is a module with a weight, which LayerNorm could stand in for")
+    return twin, exchanged
+
+
+def _exchange_module(model: torch.nn.Module, name: str, norms: Sequence[Mapping[str, Any]]) -> bool:
+    import torch
+
+    parent_name, _, own_name = name.rpartition(".")
+    try:
+        parent, norm = model.get_submodule(parent_name), model.get_submodule(name)
+    except AttributeError:
+        return False
+    weight = getattr(norm, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.ndim < 1:
+        return False
+    epsilon = next(float(record["epsilon"]) for record in norms if record["module"] == name)
+    with torch.device("meta"):
+        layer = torch.nn.LayerNorm(list(weight.shape), eps=epsilon, bias=False)
+    layer.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
+    setattr(parent, own_name, layer.train(norm.training))
+    return True
