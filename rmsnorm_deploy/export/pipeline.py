@@ -223,17 +223,25 @@ def _versions() -> dict[str, str]:
 
 def _judge(bundle: Bundle, options: Options, progress: Progress) -> None:
     """Parity, benchmark and report, each written into the finished bundle."""
-    from rmsnorm_deploy import benchmark, parity, report
-
     judged = timed = None
     if options.check:
+        from rmsnorm_deploy.parity import run_parity
+
         with progress("parity"):
-            judged = parity.run_parity(bundle, backends=options.targets or None)
-        (bundle.path / "parity.json").write_text(json.dumps(judged.to_json(), indent=1) + "\n", encoding="utf-8")
+            judged = run_parity(bundle, backends=options.targets or None)
+        _write_json(bundle.path / "parity.json", judged.to_json())
     if options.benchmark:
+        from rmsnorm_deploy.benchmark import run_benchmark
+
         with progress("benchmark"):
-            timed = benchmark.run_benchmark(bundle)
-        (bundle.path / "benchmark.json").write_text(json.dumps(timed.to_json(), indent=1) + "\n", encoding="utf-8")
+            timed = run_benchmark(bundle)
+        _write_json(bundle.path / "benchmark.json", timed.to_json())
     if judged is not None or timed is not None:
+        from rmsnorm_deploy.report import write_html
+
         with progress("report"):
-            report.write_html(bundle, judged, timed, bundle.path / "report.html")
+            write_html(bundle, judged, timed, bundle.path / "report.html")
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
