@@ -16,7 +16,6 @@ import tensorrt_support as support
 from rmsnorm_deploy import opset
 
 TENSORRT = support.ROOT / "plugins" / "tensorrt"
-TRT_TYPES = {support.FLOAT: "FLOAT", support.HALF: "HALF", support.BFLOAT: "BF16"}
 rtx = pytest.mark.skipif(not support.HAS_RTX, reason=support.NO_RTX)
 
 

@@ -41,9 +41,7 @@ def parse_profile(text: str, manifest: Mapping[str, Any]) -> Profile:
         if len(given[name]) == 1:
             given[name] *= 3
         if len(given[name]) != 3:
-            raise InputError(
-                f"--profile {text!r}: {name} needs a shape, or least:usual:greatest ones, such as 1x1:4x128:8x512"
-            )
+            raise InputError(f"--profile {text!r}: {name} needs one shape or three, such as 1x1:4x128:8x512")
     inputs = {item["name"]: item["shape"] for item in manifest["signature"]["inputs"]}
     sizes: list[dict[str, int]] = [{}, {}, {}]
     for name, shapes_given in given.items():

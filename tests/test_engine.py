@@ -1,0 +1,265 @@
+"""Engines of a bundle: profiles, the build in a child process, what is written, and refusals, all without a GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import tensorrt_support as support
+
+from rmsnorm_deploy import errors
+from rmsnorm_deploy.bundle import open_bundle
+from rmsnorm_deploy.engine import EngineOptions, build_engines
+from rmsnorm_deploy.engine import build as engine_build
+from rmsnorm_deploy.engine.cli import main
+from rmsnorm_deploy.engine.dims import evaluate
+from rmsnorm_deploy.engine.profiles import default_profile, describe, parse_profile
+from rmsnorm_deploy.engine.request import BuildRequest
+from rmsnorm_deploy.runtime.engines import choose_engine, read_engines
+from rmsnorm_deploy.runtime.profiles import ShapeRange
+
+rtx = pytest.mark.skipif(not support.HAS_RTX, reason=support.NO_RTX)
+SMS = (80, 86, 89, 120)
+RECIPES = ("rms_norm", "transformer_block", "llama_tiny", "qwen3_tiny", "gemma3_tiny", "t5_tiny")
+MANIFEST: dict[str, Any] = {
+    "signature": {
+        "inputs": [
+            {"name": "ids", "dtype": "int64", "shape": ["batch", "seq"]},
+            {"name": "mask", "dtype": "bool", "shape": ["batch", 1, "seq + past", 8]},
+            {"name": "fixed", "dtype": "float32", "shape": [4]},
+        ]
+    },
+    "dims": {
+        "batch": {"example": 2, "min": 0, "max": None},
+        "seq": {"example": 5, "min": 2, "max": 64},
+        "past": {"example": 3, "min": 1, "max": 4},
+    },
+}
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    return support.bundle_of(support.norm_model("SkipRMSNorm_before_cast", scale=support.FLOAT), tmp_path / "b")
+
+
+# ---- profiles
+
+
+def test_the_default_profile_spans_the_dims_and_is_tuned_for_the_example() -> None:
+    profile = default_profile(MANIFEST)
+    assert profile["ids"] == ShapeRange((1, 2), (2, 5), (16, 64))
+    assert profile["mask"] == ShapeRange((1, 1, 3, 8), (2, 1, 8, 8), (16, 1, 68, 8))
+    assert "fixed" not in profile
+
+
+def test_a_recipe_may_say_the_sizes() -> None:
+    profile = default_profile(MANIFEST | {"engine_profile": {"batch": [1, 4, 8]}})
+    assert profile["ids"] == ShapeRange((1, 2), (4, 5), (8, 64))
+
+
+def test_other_inputs_follow_from_the_dims_that_a_profile_gives() -> None:
+    manifest = {"signature": {"inputs": MANIFEST["signature"]["inputs"][:1]}, "dims": MANIFEST["dims"]}
+    manifest["signature"]["inputs"].append({"name": "double", "dtype": "float32", "shape": ["2*seq", "batch"]})
+    profile = parse_profile("ids=1x2:4x16:8x32", manifest)
+    assert profile["double"] == ShapeRange((4, 1), (32, 4), (64, 8))
+    assert describe(profile) == "ids=1x2:4x16:8x32,double=4x1:32x4:64x8"
+    assert parse_profile("ids=3x7", manifest)["ids"] == ShapeRange((3, 7), (3, 7), (3, 7))
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("other=1x2", "no input 'other'"),
+        ("ids=1x2:3x4", "one shape or three"),
+        ("ids=1xmany", "not a shape"),
+        ("ids=1:2:3", "1 axes, it has 2"),
+        ("ids=1x2:4x16:8x8", "must rise"),
+        ("ids=1x2:4x16:8x32", "'seq + past'"),
+        ("ids=1x2,mask=2x1x8x8", "does not allow"),
+    ],
+)
+def test_a_bad_profile_is_refused_in_one_line(text: str, word: str) -> None:
+    with pytest.raises(errors.InputError) as caught:
+        parse_profile(text, MANIFEST)
+    assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_dims_are_arithmetic_and_nothing_else() -> None:
+    assert evaluate("2*seq + past//2 - 1", {"seq": 4, "past": 7}) == 10
+    assert evaluate(7, {}) == 7
+    for text in ("seq", "abs(1)", "__import__('os')", "2**64", "1/0", "1//0", "("):
+        assert evaluate(text, {}) is None
+
+
+# ---- building
+
+
+@rtx
+def test_both_variants_are_built_for_all_cards_and_described(bundle: Path) -> None:
+    library = support.plugin_library()
+    said: list[str] = []
+    records = build_engines(bundle, EngineOptions("tensorrt-rtx", SMS, plugin_library=library), said.append)
+    assert [record.name for record in records] == [f"tensorrt-rtx-sm80-86-89-120-{v}" for v in ("plugin", "native")]
+    assert read_engines(bundle / "engines") == sorted(records, key=lambda record: record.name)
+    plugin = json.loads((bundle / "engines" / f"{records[0].name}.json").read_text())
+    assert plugin["variant"] == "plugin"
+    assert plugin["plugin_layers"] == 1
+    assert plugin["plugin_sha256"] == hashlib.sha256(library.read_bytes()).hexdigest()
+    assert plugin["sha256"] == hashlib.sha256(records[0].path.read_bytes()).hexdigest()
+    assert plugin["milliseconds"] is None
+    assert records[0].inputs == {"x": "float16", "skip": "float16"}
+    assert records[0].outputs == {"y": "float16", "sum": "float16"}
+    assert records[0].profiles[0]["x"] == ShapeRange((1, 1, 64), (4, 4, 64), (16, 16, 64))
+    # The library travels in the engine; the other engine does without.
+    assert records[0].path.stat().st_size > library.stat().st_size / 2 > records[1].path.stat().st_size
+    assert records[1].plugin is None
+    assert any("untimed" in line for line in said)
+    chosen = choose_engine(records, "tensorrt-rtx", records[0].runtime_version, 89, bundle)
+    assert chosen.plugin == "embedded"
+    assert sorted(p.suffix for p in (bundle / "engines").iterdir()) == [".engine", ".engine", ".json", ".json"]
+
+
+@rtx
+def test_two_profiles(bundle: Path) -> None:
+    options = EngineOptions(
+        "tensorrt-rtx",
+        (89,),
+        profiles=("x=1x1x64:1x4x64:1x8x64", "x=1x8x64:4x16x64:8x32x64"),
+        plugin="always",
+        plugin_library=support.plugin_library(),
+    )
+    (record,) = build_engines(bundle, options)
+    assert [profile["skip"].high for profile in record.profiles] == [(1, 8, 64), (8, 32, 64)]
+
+
+@rtx
+def test_a_norm_that_stays_a_body_is_an_error(tmp_path: Path) -> None:
+    bundle = support.bundle_of(support.norm_model("RMSNorm", plugin_namespace="elsewhere"), tmp_path / "b")
+    options = EngineOptions("tensorrt-rtx", (89,), plugin="always", plugin_library=support.plugin_library())
+    with pytest.raises(errors.InputError, match="1 of 1 norms did not become plugin layers: 'norm'"):
+        build_engines(bundle, options)
+    assert not list((bundle / "engines").iterdir())
+
+
+@rtx
+@pytest.mark.parametrize(
+    ("model", "word"),
+    [
+        (("RMSNorm", {"scale_shape": (32,)}), "scale has shape [32]"),
+        (("RMSNorm_clamp", {"epsilon_mode": None}), "field 'epsilon_mode'"),
+        (("RMSNorm", {"axis": 2, "scale_shape": (64,)}), "field 'axis' is 2"),
+    ],
+)
+def test_what_the_plugin_says_is_in_the_refusal(model: Any, word: str, tmp_path: Path) -> None:
+    name, attributes = model
+    bundle = support.bundle_of(support.norm_model(name, **attributes), tmp_path / "b")
+    options = EngineOptions("tensorrt-rtx", (89,), plugin="always", plugin_library=support.plugin_library())
+    with pytest.raises(errors.InputError) as caught:
+        build_engines(bundle, options)
+    assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_float64_is_refused_by_name(tmp_path: Path) -> None:
+    double = support.ir.DataType.DOUBLE
+    bundle = support.bundle_of(support.norm_model("RMSNorm_double", double, double), tmp_path / "b")
+    with pytest.raises(errors.InputError, match="'x' is float64"):
+        build_engines(bundle, EngineOptions("tensorrt-rtx", (89,)))
+
+
+@rtx
+@pytest.mark.parametrize(
+    ("arguments", "status", "word"),
+    [
+        (["--sm", "90"], 2, "--sm 90: tensorrt-rtx builds for 75, 80, 86"),
+        (["--sm", "many"], 2, "numbers such as 80,89"),
+        (["--sm", "89", "--profile", "z=1x1x64"], 2, "no input 'z'"),
+        (["--sm", "89", "--plugin-library", "/nowhere.so"], 2, "no plugin library /nowhere.so"),
+        (["--sm", "89", "--timing-cache", "cache"], 2, "no timing cache"),
+    ],
+)
+def test_refusals_of_the_command(
+    bundle: Path, arguments: list[str], status: int, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [str(bundle), "--runtime", "tensorrt-rtx", "--plugin", "never", *arguments]
+    if "--plugin-library" in arguments:
+        command[command.index("never")] = "always"
+    assert main(command) == status
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert word in last
+
+
+@rtx
+def test_a_library_that_is_no_plugin_library_is_refused(bundle: Path, tmp_path: Path) -> None:
+    source = tmp_path / "empty.c"
+    source.write_text("int nothing;")
+    library = tmp_path / "libempty.so"
+    support.subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    options = EngineOptions("tensorrt-rtx", (89,), plugin="always", plugin_library=library)
+    with pytest.raises(errors.InputError, match="getCreators"):
+        build_engines(bundle, options)
+
+
+def test_without_a_gpu_tensorrt_says_what_it_needs(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_build, "load_module", lambda *_: None)
+    monkeypatch.setattr("rmsnorm_deploy.runtime.cuda.no_gpu_reason", lambda: "there is no GPU")
+    with pytest.raises(errors.BackendUnavailable, match="there is no GPU"):
+        build_engines(bundle, EngineOptions("tensorrt"))
+
+
+def test_an_abort_in_the_library_is_an_error_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tensorrt.py").write_text("import os, sys\nprint('out of luck', file=sys.stderr)\nos.abort()\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    request = BuildRequest("m.onnx", "e", str(tmp_path / "answer.json"), "tensorrt", [], [], None, [])
+    with pytest.raises(errors.InputError, match=r"tensorrt ended by SIGABRT while it built m.onnx: "):
+        engine_build._run(request, tmp_path)
+
+
+# ---- whole models
+
+
+def norm_nodes(path: Path) -> int:
+    return sum(node.domain == "rmsnorm_deploy" for node in onnx.load(path, load_external_data=False).graph.node)
+
+
+def build_recipe(recipe: str, folder: Path, **changes: Any) -> tuple[int, dict[str, Any]]:
+    from rmsnorm_deploy.export.pipeline import export_model
+
+    bundle = export_model(support.ROOT / "export" / f"{recipe}.py", out_dir=folder / "bundle", **changes)
+    library = support.plugin_library()
+    records = build_engines(bundle, EngineOptions("tensorrt-rtx", (80, 86, 89, 120), plugin_library=library))
+    described = json.loads((bundle.path / "engines" / f"{records[0].name}.json").read_text())
+    assert described["plugin_layers"] == len(open_bundle(bundle.path).norms) == norm_nodes(bundle.model_path)
+    return described["plugin_layers"], described
+
+
+@rtx
+def test_a_transformer_block_has_a_plugin_layer_for_every_norm(tmp_path: Path) -> None:
+    count, _ = build_recipe("transformer_block", tmp_path)
+    assert count > 0
+
+
+@rtx
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "recipe", ["rms_norm", "transformer_block", "llama_tiny", "qwen3_tiny", "gemma3_tiny", "t5_tiny"]
+)
+def test_recipes_have_a_plugin_layer_for_every_norm(recipe: str, precision: str, tmp_path: Path) -> None:
+    count, _ = build_recipe(recipe, tmp_path, precision=precision)
+    assert count > 0
+
+
+@rtx
+@pytest.mark.real
+@pytest.mark.slow
+def test_smollm2_has_61_plugin_layers(tmp_path: Path) -> None:
+    count, described = build_recipe("smollm2", tmp_path)
+    assert count == 61
+    print(f"{described['build_seconds']} s, {described['build_peak_bytes'] / 2**30:.2f} GB")
