@@ -1,11 +1,13 @@
 """Time a bundle's model on PyTorch and ONNX Runtime, fused and not, and against the same model with LayerNorm.
 
-``python -m rmsnorm_deploy.benchmark kernels`` times this package's kernels instead; see its own --help.
+Instead of a bundle: ``kernels`` times this package's kernels, ``overhead`` the pipeline against PyTorch's export, and
+``fusion`` the fusion of ever more norms; each has its own --help.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -13,14 +15,15 @@ from pathlib import Path
 
 from rmsnorm_deploy.errors import EXIT_OK, DeployError
 
+_SUBCOMMANDS = ("fusion", "kernels", "overhead")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["kernels"]:
-        from rmsnorm_deploy.benchmark import kernels
-
-        return kernels.main(arguments[1:])
+    if arguments and arguments[0] in _SUBCOMMANDS:
+        command = importlib.import_module(f"rmsnorm_deploy.benchmark.{arguments[0]}")
+        return int(command.main(arguments[1:]))
     options = _parser().parse_args(arguments)
     try:
         return _run(options)
@@ -36,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "bundle", type=Path, metavar="BUNDLE", help="the folder that the export left, or the word kernels"
+        "bundle", type=Path, metavar="BUNDLE", help="the folder that the export left, or kernels, overhead or fusion"
     )
     parser.add_argument("--threads", type=_positive, metavar="N", help="for PyTorch and ONNX Runtime alike")
     parser.add_argument("--seconds", type=float, default=None, help="about how long to measure (10)")
