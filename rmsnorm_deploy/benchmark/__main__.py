@@ -1,7 +1,7 @@
 """Time a bundle's model on PyTorch and ONNX Runtime, fused and not, and against the same model with LayerNorm.
 
 Instead of a bundle: ``kernels`` times this package's kernels, ``overhead`` the pipeline against PyTorch's export, and
-``fusion`` the fusion of ever more norms; each has its own --help.
+``fusion`` the fusion of ever more norms, ``tokens`` a bundle against PyTorch's own export; each has its own --help.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rmsnorm_deploy.errors import EXIT_OK, DeployError
 
-_SUBCOMMANDS = ("fusion", "kernels", "overhead")
+_SUBCOMMANDS = ("fusion", "kernels", "overhead", "tokens")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "bundle", type=Path, metavar="BUNDLE", help="the folder that the export left, or kernels, overhead or fusion"
+        "bundle", type=Path, metavar="BUNDLE", help="the folder that the export left, or one of those words"
     )
     parser.add_argument("--threads", type=_positive, metavar="N", help="for PyTorch and ONNX Runtime alike")
     parser.add_argument("--seconds", type=float, default=None, help="about how long to measure (10)")
