@@ -27,6 +27,8 @@ DTYPES = {
     "UINT8": "uint8",
     "BOOL": "bool",
 }
+# One such line for every node of every function body: their nodes have the same names wherever they are used.
+NOISE = ("already exists, the output tensors of this new instance will not be queryable",)
 
 
 def main(argv: list[str]) -> int:
@@ -185,7 +187,7 @@ def _logger(trt: Any, verbose: bool) -> Any:
         def log(self, severity: Any, message: str) -> None:
             if severity <= trt.ILogger.ERROR:
                 self.errors.append(message)
-            if severity <= least:
+            if severity <= least and (verbose or not any(noise in message for noise in NOISE)):
                 print(message, file=sys.stderr)
 
     return Logger()
