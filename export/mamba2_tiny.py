@@ -25,5 +25,6 @@ MODEL = TinyModel(
         "eos_token_id": 2,
         "use_cache": False,
     },
+    attention=None,
 )
 build, inputs, dims, high, engine_profile = MODEL.functions()

@@ -39,7 +39,7 @@ class TinyModel:
     Attributes:
         model, config: names of classes in transformers.
         settings: arguments of the config.
-        attention: "sdpa" or "eager".
+        attention: "sdpa" or "eager"; None leaves it to the model, which may have none.
         experts: "batched_mm" for a mixture of experts, whose loop over the experts has no static graph.
         decoder: whether forward takes decoder_input_ids too.
     """
@@ -47,7 +47,7 @@ class TinyModel:
     model: str
     config: str
     settings: Mapping[str, Any]
-    attention: str = "sdpa"
+    attention: str | None = "sdpa"
     experts: str | None = None
     decoder: bool = False
     seed: int = field(default=0, kw_only=True)
@@ -60,7 +60,8 @@ class TinyModel:
         """Token ids -> logits (or the last hidden state), in float32."""
         transformers = import_transformers(self.model)
         config = getattr(transformers, self.config)(**self.settings)
-        config._attn_implementation = self.attention
+        if self.attention is not None:
+            config._attn_implementation = self.attention
         if self.experts is not None:
             config._experts_implementation = self.experts
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
