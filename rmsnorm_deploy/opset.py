@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx.defs
 import onnx_ir as ir
@@ -91,8 +92,6 @@ def is_fused_op(node: ir.Node) -> bool:
 
 def split_epsilon(epsilon: float) -> tuple[float, float]:
     """``(epsilon, epsilon_low)``: a float64 as the sum of two float32 values, exact to 2^-48 of itself."""
-    import numpy as np
-
     high = float(np.float32(epsilon))
     return high, float(np.float32(epsilon - high))
 
@@ -156,11 +155,12 @@ def function_body(variant: Variant, signatures: frozenset[Signature], opset: int
     function.opset_imports[""] = opset
     for name, value in ATTRIBUTES.items():
         if name not in function.attributes:
-            function.attributes[name] = _attribute(name, value)
+            function.attributes[name] = node_attribute(name, value)
     return function
 
 
-def _attribute(name: str, value: int | float | str) -> ir.Attr:
+def node_attribute(name: str, value: int | float | str) -> ir.Attr:
+    """An attribute of the type that its value has."""
     if isinstance(value, str):
         return ir.AttrString(name, value)
     return ir.AttrInt64(name, value) if isinstance(value, int) else ir.AttrFloat32(name, value)
@@ -168,7 +168,7 @@ def _attribute(name: str, value: int | float | str) -> ir.Attr:
 
 def node_attributes(**given: int | float | str) -> list[ir.Attr]:
     """Every attribute of a node, with the defaults for those not given."""
-    return [_attribute(name, given.get(name, default)) for name, default in ATTRIBUTES.items()]
+    return [node_attribute(name, given.get(name, default)) for name, default in ATTRIBUTES.items()]
 
 
 def _as_ir(function: Any) -> ir.Function:
@@ -305,8 +305,6 @@ class _Parts:
 
 
 def _scalar(value: float, double: bool) -> Any:
-    import numpy as np
-
     return np.array(value, np.float64 if double else np.float32)
 
 
@@ -317,12 +315,12 @@ def _outer(parts: _Parts) -> Callable[..., Any]:
     def norm(X, scale, axis: int, epsilon: float, epsilon_low: float):  # type: ignore[no-untyped-def]
         x = widen(X)
         Y = finish(op.Div(x, rms(x, epsilon=epsilon, epsilon_low=epsilon_low, axis=axis)), X, scale)
-        return Y
+        return Y  # noqa: RET504 (a function's outputs are named by what it returns)
 
     def norm_bias(X, scale, bias, axis: int, epsilon: float, epsilon_low: float):  # type: ignore[no-untyped-def]
         x = widen(X)
         Y = finish(op.Div(x, rms(x, epsilon=epsilon, epsilon_low=epsilon_low, axis=axis)), X, scale, bias)
-        return Y
+        return Y  # noqa: RET504
 
     def skip_norm(X, skip, scale, axis: int, epsilon: float, epsilon_low: float):  # type: ignore[no-untyped-def]
         total = op.Add(X, skip)
@@ -336,9 +334,5 @@ def _outer(parts: _Parts) -> Callable[..., Any]:
         Y = finish(op.Div(x, rms(x, epsilon=epsilon, epsilon_low=epsilon_low, axis=axis)), total, scale, bias)
         return Y, total
 
-    return {
-        (False, False): norm,
-        (False, True): norm_bias,
-        (True, False): skip_norm,
-        (True, True): skip_norm_bias,
-    }[parts.variant.skip, parts.variant.bias]
+    plain, biased = (skip_norm, skip_norm_bias) if parts.variant.skip else (norm, norm_bias)
+    return biased if parts.variant.bias else plain

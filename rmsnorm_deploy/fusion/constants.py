@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from rmsnorm_deploy.fusion.evaluate import UNKNOWN, Array, CannotEvaluateError, evaluate, is_float
+from rmsnorm_deploy.fusion.evaluate import UNKNOWN, Array, CannotEvaluateError, can_evaluate, evaluate, is_float
 
 SMALL = 64
-_MISSING: object = object()
+LONGEST_COLUMN = 1 << 16
 
 
 class Constants:
@@ -29,12 +29,9 @@ class Constants:
         """
         if value is None:
             return None
-        known = self._lifted.get(value, _MISSING)
-        if known is not _MISSING:
-            return known  # type: ignore[return-value]
-        self._lifted[value] = None  # cuts the recursion should a graph be cyclic
-        result = self._lifted[value] = self._lift(value)
-        return result
+        if value not in self._lifted:
+            self._lifted[value] = self._lift(value)
+        return self._lifted[value]
 
     def scalar(self, value: ir.Value | None) -> float | None:
         """The one element of a lifted floating-point or integer constant of size one."""
@@ -51,12 +48,24 @@ class Constants:
             return None
         return [int(item) for item in array.reshape(-1)]
 
+    def uniform_column(self, value: ir.Value) -> float | None:
+        """The element of a constant matrix of one column, positive and all alike: a matrix product with it is a sum."""
+        shape = value.shape.dims if value.shape is not None and self.is_constant(value) else ()
+        if len(shape) != 2 or shape[1] != 1 or not isinstance(shape[0], int) or not 1 < shape[0] <= LONGEST_COLUMN:
+            return None
+        try:
+            column = self.typed(value).astype(np.float64)
+        except CannotEvaluateError:
+            return None
+        return float(column[0, 0]) if column[0, 0] > 0 and np.all(column == column[0, 0]) else None
+
     def _lift(self, value: ir.Value) -> Array | None:
-        tensor = value.const_value
-        if tensor is not None and (value.is_initializer() or value.producer() is None):
-            return _as_lifted(tensor.numpy()) if tensor.size <= SMALL and _is_number(tensor.dtype) else None
         node = value.producer()
-        if node is None or value.is_graph_input():
+        if node is None:
+            tensor = value.const_value if is_fixed(value) else None
+            small = tensor is not None and tensor.size <= SMALL and _is_number(tensor.dtype)
+            return _as_lifted(tensor.numpy()) if tensor is not None and small else None
+        if not can_evaluate(node):
             return None
         if node.op_type == "Shape":
             return self._shape(node)
@@ -91,9 +100,9 @@ class Constants:
         if known is None:
             node = value.producer()
             if node is None:
-                known = value.is_initializer() and value.const_value is not None and not value.is_graph_input()
+                known = is_fixed(value)
             else:
-                known = all(i is None or self.is_constant(i) for i in node.inputs) and not _has_graph(node)
+                known = can_evaluate(node) and all(i is None or self.is_constant(i) for i in node.inputs)
             self._is_constant[value] = known
         return known
 
@@ -110,12 +119,13 @@ class Constants:
         return evaluate(node, [None if i is None else self.typed(i) for i in node.inputs], lifted=False)
 
 
+def is_fixed(value: ir.Value) -> bool:
+    """Whether a value is an initializer that no caller can replace: one that is an input too has but a default."""
+    return value.is_initializer() and value.const_value is not None and not value.is_graph_input()
+
+
 def _is_number(dtype: ir.DataType) -> bool:
     return dtype not in (ir.DataType.STRING, ir.DataType.UNDEFINED)
-
-
-def _has_graph(node: ir.Node) -> bool:
-    return any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values())
 
 
 def _as_lifted(array: Array) -> Array:

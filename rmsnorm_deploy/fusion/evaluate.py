@@ -32,6 +32,11 @@ class CannotEvaluateError(Exception):
     """The node's op, attribute or dtype is not known here; carries the op's name."""
 
 
+def can_evaluate(node: ir.Node) -> bool:
+    """Whether a node's op is known here; none that is known is random or has a subgraph."""
+    return node.domain == "" and node.op_type in _TABLE
+
+
 def is_float(array: Array) -> bool:
     """Whether an array is floating point, bfloat16 included."""
     return array.dtype in _HALVES or bool(np.issubdtype(array.dtype, np.floating))
@@ -48,8 +53,7 @@ def evaluate(node: ir.Node, inputs: Inputs, *, lifted: bool) -> Array:
     Raises:
         CannotEvaluateError: the op is not in the table.
     """
-    function = _TABLE.get(node.op_type) if node.domain in ("", "ai.onnx") else None
-    if function is None:
+    if not can_evaluate(node):
         raise CannotEvaluateError(f"{node.domain or 'onnx'}.{node.op_type}")
     if node.op_type in _CASTS:
         return _cast(node, inputs, lifted)
@@ -63,7 +67,7 @@ def evaluate(node: ir.Node, inputs: Inputs, *, lifted: bool) -> Array:
     else:
         inputs = [a.astype(np.float32) if a is not None and a.dtype in _HALVES else a for a in inputs]
     with np.errstate(all="ignore"):
-        result = np.asarray(function(node, inputs))
+        result = np.asarray(_TABLE[node.op_type](node, inputs))
     if lifted and is_float(result):
         return result.astype(np.float64)
     if rounded_to is not None and is_float(result):
@@ -143,7 +147,7 @@ def _power(a: Array, b: Array) -> Array:
 
 
 def reduced_axes(node: ir.Node, inputs: Inputs, rank: int) -> tuple[int, ...] | None:
-    """The axes that a Reduce node reduces, sorted and non-negative; None if it is a no-op (``noop_with_empty_axes``)."""
+    """The axes that a Reduce node reduces, sorted, non-negative; None if it is a no-op (``noop_with_empty_axes``)."""
     axes = attribute(node, "axes")
     given = _optional(inputs, 1)
     if given is not None:
@@ -257,6 +261,18 @@ def _variadic(function: Callable[[Array, Array], Array]) -> Callable[[ir.Node, I
     return run
 
 
+def _dropout(node: ir.Node, inputs: Inputs) -> Array:
+    training = _optional(inputs, 2)
+    if training is not None and bool(training):
+        raise CannotEvaluateError("Dropout in training mode")
+    return _need(inputs, 0)
+
+
+def _global_average_pool(node: ir.Node, inputs: Inputs) -> Array:
+    x = _need(inputs, 0)
+    return np.asarray(np.mean(x, axis=tuple(range(2, x.ndim)), keepdims=True))
+
+
 def _constant_of_shape(node: ir.Node, inputs: Inputs) -> Array:
     value = node.attributes.get("value")
     fill = np.zeros(1, np.float32) if value is None else value.value.numpy()
@@ -282,7 +298,7 @@ _TABLE: dict[str, Callable[[ir.Node, Inputs], Array]] = {
     "CastLike": _unary(np.asarray),
     "Constant": lambda node, inputs: constant_value(node),
     "Identity": _unary(np.asarray),
-    "Dropout": _unary(np.asarray),
+    "Dropout": _dropout,
     "Add": _binary(np.add),
     "Sub": _binary(np.subtract),
     "Mul": _binary(np.multiply),
@@ -313,6 +329,7 @@ _TABLE: dict[str, Callable[[ir.Node, Inputs], Array]] = {
     "ReduceProd": _reduce(np.prod),
     "ReduceSumSquare": _reduce(_sum_square),
     "ReduceL2": _reduce(_l2),
+    "GlobalAveragePool": _global_average_pool,
     "Einsum": _einsum,
     "MatMul": _binary(np.matmul),
     "Reshape": _reshape,

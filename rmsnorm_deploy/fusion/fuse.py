@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 
+import numpy as np
 import onnx_ir as ir
 
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.fusion.cleanup import clean_up
 from rmsnorm_deploy.fusion.constants import Constants
 from rmsnorm_deploy.fusion.evaluate import attribute
-from rmsnorm_deploy.fusion.imports import inline_functions, resolve_casts, restore_attributes, split_contrib_norms
-from rmsnorm_deploy.fusion.interpret import Interpreter, shape_of
+from rmsnorm_deploy.fusion.imports import import_graph, infer_shapes
+from rmsnorm_deploy.fusion.interpret import Interpreter
 from rmsnorm_deploy.fusion.prove import Proof, Prover
-from rmsnorm_deploy.fusion.recognise import Candidate, recognise
+from rmsnorm_deploy.fusion.recognise import Candidate, Findings, recognise
 from rmsnorm_deploy.fusion.records import LeftRecord, NormRecord, location_of, module_of
 from rmsnorm_deploy.fusion.region import CannotProveError, extract
 from rmsnorm_deploy.fusion.rewrite import Rewriter, attach_functions, can_fold, take_residual_adds
+from rmsnorm_deploy.fusion.values import shape_of
 from rmsnorm_deploy.opset import MIN_OPSET, is_fused_op
 
 
@@ -42,26 +44,20 @@ def fuse(model: ir.Model, *, residual: bool = True) -> FusionResult:
     opset = model.opset_imports.get("")
     if opset is None or opset < MIN_OPSET:
         raise InputError(f"the model's opset is {opset}; fusing needs {MIN_OPSET} or newer: convert the model first")
-    inline_functions(model)
-    split_contrib_norms(model)
-    restore_attributes(model)
-    resolve_casts(model)
-    search = _Search(Constants())
-    search.visit(model.graph, frozenset())
+    import_graph(model)
+    search = _search(model)
     rewriter = Rewriter(model, search.constants)
+    namer = _Namer(model)
     proofs: dict[str, Proof] = {}
     sources: dict[str, ir.Node] = {}
-    namer = _Namer(model)
     for candidate, proof in search.proved:
-        source = candidate.statistic.node
-        assert source is not None
         end = candidate.output.producer()
         assert end is not None
         name = namer.name(end, candidate)
         rewriter.replace(candidate, proof.plan, name)
         proofs[name], sources[name] = proof, end
     if residual:
-        take_residual_adds(model.graph)
+        take_residual_adds(model)
     attach_functions(model)
     clean_up(model)
     norms = [_record(node, proofs.get(node.name or ""), sources.get(node.name or "")) for node in _fused(model)]
@@ -72,11 +68,21 @@ def _fused(model: ir.Model) -> list[ir.Node]:
     return [node for node in model.graph.all_nodes() if is_fused_op(node)]
 
 
+def _search(model: ir.Model) -> _Search:
+    """Look for norms; a file that says too little about its values has their shapes inferred first."""
+    search = _Search()
+    search.visit(model.graph)
+    if search.interpreter.lacks_shapes and infer_shapes(model):
+        search = _Search()
+        search.visit(model.graph)
+    return search
+
+
 @dataclass
 class _Search:
     """Reads all graphs of a model and proves what it finds; changes nothing."""
 
-    constants: Constants
+    constants: Constants = field(default_factory=Constants)
     proved: list[tuple[Candidate, Proof]] = field(default_factory=list)
     left: list[LeftRecord] = field(default_factory=list)
 
@@ -84,63 +90,69 @@ class _Search:
         self.interpreter = Interpreter(self.constants)
         self.prover = Prover()
 
-    def visit(self, graph: ir.Graph, around: Set[ir.Graph]) -> None:
+    def visit(self, graph: ir.Graph, around: Set[ir.Graph] = frozenset()) -> None:
+        """Search a graph, which lies within the graphs ``around``, and those inside it."""
         visible = around | {graph}
         first = len(self.interpreter.reductions)
         for node in graph:
             self.interpreter.visit(node)
-            for attr in node.attributes.values():
-                if attr.type == ir.AttributeType.GRAPH:
-                    self.visit(attr.as_graph(), visible)
-                elif attr.type == ir.AttributeType.GRAPHS:
-                    for sub in attr.as_graphs():
-                        self.visit(sub, visible)
-        found = recognise(graph, self.interpreter, visible)
-        reasons = {atom: reason for atom, reason in found.reasons.values()}
-        fused_nodes: set[ir.Node] = set()
+            for sub in subgraphs(node):
+                self.visit(sub, visible)
+        self._judge(graph, recognise(graph, self.interpreter, visible), first)
+
+    def _judge(self, graph: ir.Graph, found: Findings, first: int) -> None:
+        """Prove what was found in a graph; ``first`` is where its reductions begin."""
+        reasons = dict(found.reasons.values())
+        explained = set(reasons)
+        fused: set[ir.Node] = set()
         for candidate in found.candidates:
-            proof = self._prove(candidate)
+            proof = self._prove(candidate, fused)
             if isinstance(proof, Proof):
                 self.proved.append((candidate, proof))
-                fused_nodes.update(_nodes_of(candidate))
             else:
                 reasons[candidate.statistic] = proof
                 self.left.append(_left(candidate.output.producer(), proof))
-        told = {atom for atom, _ in found.reasons.values()}
+                explained.add(candidate.statistic)
         self.left.extend(_left(value.producer(), reason) for value, (_, reason) in found.reasons.items())
         for node, atom in self.interpreter.reductions[first:]:
-            if node.graph is graph and node not in fused_nodes and atom not in told:
+            if node.graph is graph and node not in fused and atom not in explained:
                 self.left.append(_left(node, reasons.get(atom, NOT_DIVIDED)))
-        self.left.extend(_layer_norms(graph))
+        self.left.extend(_left(node, LAYER_NORM) for node in graph if _is_layer_norm(node))
 
-    def _prove(self, candidate: Candidate) -> Proof | str:
+    def _prove(self, candidate: Candidate, fused: set[ir.Node]) -> Proof | str:
         if not can_fold(candidate, self.constants):
             return "its scale is a constant expression that is not understood"
-        return self.prover.prove(candidate)
+        try:
+            region = extract(candidate, self.interpreter.numbering)
+        except CannotProveError as error:
+            return str(error)
+        proof = self.prover.prove(region)
+        if isinstance(proof, Proof):
+            fused.update(region.nodes)
+        return proof
 
 
-def _nodes_of(candidate: Candidate) -> list[ir.Node]:
-    try:
-        return extract(candidate).nodes
-    except CannotProveError:
-        return []
-
-
+LAYER_NORM = "LayerNormalization subtracts the mean: not an RMSNorm"
 NOT_DIVIDED = "nothing divides the tensor that was squared by the root of this mean"
 
 
 def _left(node: ir.Node | None, reason: str) -> LeftRecord:
     assert node is not None
-    return LeftRecord(module_of(node) or node.name or node.outputs[0].name or "", node.name or "", reason, location_of(node))
+    name = module_of(node) or node.name or node.outputs[0].name or ""
+    return LeftRecord(name, node.name or "", reason, location_of(node))
 
 
-def _layer_norms(graph: ir.Graph) -> list[LeftRecord]:
-    reason = "LayerNormalization subtracts the mean: not an RMSNorm"
-    return [
-        LeftRecord(module_of(node) or node.name or "", node.name or "", reason, location_of(node))
-        for node in graph
-        if node.op_type == "LayerNormalization" and node.domain == ""
-    ]
+def _is_layer_norm(node: ir.Node) -> bool:
+    return node.domain == "" and node.op_type == "LayerNormalization"
+
+
+def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
+    """The bodies of an If, Loop or Scan."""
+    for attr in node.attributes.values():
+        if attr.type == ir.AttributeType.GRAPH:
+            yield attr.as_graph()
+        elif attr.type == ir.AttributeType.GRAPHS:
+            yield from attr.as_graphs()
 
 
 class _Namer:
@@ -192,8 +204,6 @@ def _record(node: ir.Node, proof: Proof | None, source: ir.Node | None) -> NormR
 
 def _readable(epsilon: float, low: float) -> float:
     """The decimal that a person wrote: the shortest that rounds to the same float32, or the exact sum."""
-    import numpy as np
-
     return epsilon + low if low else float(str(np.float32(epsilon)))
 
 

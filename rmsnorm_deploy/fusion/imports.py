@@ -1,47 +1,87 @@
 """Brings graphs of any origin into plain ONNX before norms are looked for.
 
-Functions are inlined, and ONNX Runtime's own skip norm is taken apart into the add and the norm that it is.
+Functions are inlined, casts are made explicit, and ONNX Runtime's own skip norm is taken apart into the add and the
+norm that it is.
 """
 
 from __future__ import annotations
 
-import onnx_ir as ir
-from onnx_ir.passes.common import InlinePass
+import logging
 
-from rmsnorm_deploy.opset import DOMAIN, ATTRIBUTES
+import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass, RemoveInitializersFromInputsPass, ShapeInferencePass
+
+from rmsnorm_deploy.opset import ATTRIBUTES, DOMAIN, node_attribute
 
 _SIMPLIFIED = "SimplifiedLayerNormalization"
+_ORT_DOMAIN = "com.microsoft"
+_FIRST_WITH_DEFAULTS = 4  # the first IR version in which an initializer among the inputs is a default, no constant
 
 
-def inline_functions(model: ir.Model) -> None:
-    """Inline every model-local function that is not one of ours."""
+def import_graph(model: ir.Model) -> None:
+    """All of the above; no value of the model changes."""
+    if model.ir_version < _FIRST_WITH_DEFAULTS:
+        RemoveInitializersFromInputsPass()(model)
     if any(key[0] != DOMAIN for key in model.functions):
         InlinePass(lambda function: function.domain != DOMAIN)(model)
+    for node in list(model.graph.all_nodes()):
+        if node.domain == DOMAIN:
+            _restore_attributes(node)
+        elif node.domain == _ORT_DOMAIN:
+            _split_contrib_norm(node)
+        elif node.domain == "" and node.op_type in ("Cast", "CastLike"):
+            _resolve_cast(node)
+    if not any(node.domain == _ORT_DOMAIN for node in model.graph.all_nodes()):
+        model.opset_imports.pop(_ORT_DOMAIN, None)
 
 
-def resolve_casts(model: ir.Model) -> None:
+def infer_shapes(model: ir.Model) -> bool:
+    """Shapes and dtypes by ONNX's own inference; weights stay where they are. Whether anything was learned.
+
+    ONNX knows no SimplifiedLayerNormalization, which hides all that follows one: meanwhile it is called PRelu, which
+    has the same shape rule.
+    """
+    norms = [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ("", _SIMPLIFIED)]
+    log = logging.getLogger("onnx_ir.passes.common.shape_inference")
+    level = log.level
+    log.setLevel(logging.ERROR)  # it warns of models that ONNX can't infer: those that are left as they were
+    for node in norms:
+        node.op_type = "PRelu"
+    try:
+        return ShapeInferencePass(check_type=False, strict_mode=False)(model).modified
+    finally:
+        log.setLevel(level)
+        for node in norms:
+            node.op_type = _SIMPLIFIED
+
+
+def _restore_attributes(node: ir.Node) -> None:
+    """A node of ours from a foreign file gets every attribute, so that all implementations read the same."""
+    for name, default in ATTRIBUTES.items():
+        if name not in node.attributes:
+            node.attributes[name] = node_attribute(name, default)
+
+
+def _resolve_cast(node: ir.Node) -> None:
     """CastLike becomes Cast where the type is known, and a cast to the type that a value has goes away."""
-    for node in list(model.graph.all_nodes()):
-        if node.op_type == "CastLike" and node.domain == "" and node.inputs[1] is not None and node.inputs[1].dtype:
-            target = node.inputs[1].dtype
-            node.op_type = "Cast"
-            node.resize_inputs(1)
-            node.attributes["to"] = ir.AttrInt64("to", int(target))
-        if node.op_type == "Cast" and node.domain == "" and node.inputs[0] is not None:
-            source, output = node.inputs[0], node.outputs[0]
-            if source.dtype == ir.DataType(node.attributes["to"].as_int()) and not output.is_graph_output():
-                ir.convenience.replace_all_uses_with(output, source)
+    source, output = node.inputs[0], node.outputs[0]
+    if node.op_type == "CastLike":
+        target = node.inputs[1].dtype if node.inputs[1] is not None else None
+        if target is None:
+            return
+        node.op_type = "Cast"
+        node.resize_inputs(1)
+        node.attributes["to"] = ir.AttrInt64("to", int(target))
+    to = ir.DataType(node.attributes["to"].as_int())
+    if source is not None and source.dtype == to and not output.is_graph_output():
+        ir.convenience.replace_all_uses_with(output, source)
 
 
-def split_contrib_norms(model: ir.Model) -> None:
-    """``SkipSimplifiedLayerNormalization`` (sum as output 3) becomes Add and SimplifiedLayerNormalization."""
-    for node in list(model.graph.all_nodes()):
-        if (node.domain, node.op_type) == ("com.microsoft", _SIMPLIFIED):
-            node.domain = ""
-        if (node.domain, node.op_type) == ("com.microsoft", f"Skip{_SIMPLIFIED}") and _only_norm_and_sum(node):
-            _split(node)
-    if not any(node.domain == "com.microsoft" for node in model.graph.all_nodes()):
-        model.opset_imports.pop("com.microsoft", None)
+def _split_contrib_norm(node: ir.Node) -> None:
+    if node.op_type == _SIMPLIFIED:
+        node.domain = ""
+    elif node.op_type == f"Skip{_SIMPLIFIED}" and _only_norm_and_sum(node):
+        _split(node)
 
 
 def _only_norm_and_sum(node: ir.Node) -> bool:
@@ -49,27 +89,27 @@ def _only_norm_and_sum(node: ir.Node) -> bool:
 
 
 def _split(node: ir.Node) -> None:
+    """``SkipSimplifiedLayerNormalization`` (sum as output 3) becomes Add and SimplifiedLayerNormalization."""
     graph = node.graph
     assert graph is not None
-    x, skip, gamma, *rest = node.inputs
-    new = []
-    total = x
-    for term in (skip, *rest):
+    total, gamma = node.inputs[0], node.inputs[2]
+    assert total is not None
+    new: list[ir.Node] = []
+    for term in (node.inputs[1], *node.inputs[3:]):
         if term is not None:
             add = ir.Node("", "Add", [total, term], name=f"{node.name or node.outputs[0].name}_add{len(new)}")
+            add.outputs[0].name = f"{add.name}_out"
+            add.outputs[0].type, add.outputs[0].shape = total.type, total.shape
             total = add.outputs[0]
-            total.name, total.dtype = f"{add.name}_out", x.dtype if x is not None else None
-            total.shape = x.shape if x is not None else None
             new.append(add)
     epsilon = node.attributes.get("epsilon")
     attributes = [ir.AttrInt64("axis", -1), ir.AttrFloat32("epsilon", epsilon.as_float() if epsilon else 1e-12)]
     norm = ir.Node("", _SIMPLIFIED, [total, gamma], attributes, name=node.name)
-    y = norm.outputs[0]
-    y.dtype, y.shape = node.outputs[0].dtype, node.outputs[0].shape
+    norm.outputs[0].type, norm.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
     new.append(norm)
     graph.insert_before(node, new)
-    _replace(node.outputs[0], y)
-    if len(node.outputs) > 3 and total is not None:
+    _replace(node.outputs[0], norm.outputs[0])
+    if len(node.outputs) > 3:
         _replace(node.outputs[3], total)
     graph.remove(node, safe=True)
 
@@ -78,17 +118,3 @@ def _replace(old: ir.Value, new: ir.Value) -> None:
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     if old.name:
         old.name, new.name = None, old.name
-
-
-def restore_attributes(model: ir.Model) -> None:
-    """Nodes of ours from an older or foreign file get every attribute, so that all implementations read the same."""
-    for node in model.graph.all_nodes():
-        if node.domain == DOMAIN:
-            for name in ATTRIBUTES:
-                if name not in node.attributes:
-                    value = ATTRIBUTES[name]
-                    node.attributes[name] = (
-                        ir.AttrString(name, value) if isinstance(value, str)
-                        else ir.AttrInt64(name, value) if isinstance(value, int)
-                        else ir.AttrFloat32(name, value)
-                    )

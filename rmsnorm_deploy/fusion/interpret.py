@@ -1,7 +1,8 @@
 """Gives every value of a graph its meaning, node by node in topological order.
 
 One small method an op; whatever is not understood is an opaque atom. Casts are part of no meaning, except one that
-narrows a value which holds no statistic: that value is a new atom, because a norm of it differs from a norm of its source.
+narrows a value which holds no statistic: that value is a new atom, because a norm of it differs from a norm of its
+source.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from rmsnorm_deploy.fusion.meaning import (
     broadcast,
     resolve,
 )
+from rmsnorm_deploy.fusion.numbering import Numbering
+from rmsnorm_deploy.fusion.values import dtype_of, is_float_value, is_wider, shape_of, widest_source
 from rmsnorm_deploy.opset import FLOAT_TYPES
+
+LARGEST_FLOAT = 3.4e38  # a clamp's upper bound that no float32 reaches
 
 
 class Interpreter:
@@ -34,15 +39,20 @@ class Interpreter:
         self.constants = constants
         self.reductions: list[tuple[ir.Node, Atom]] = []  # every node that reduces a square
         self.carriers: dict[tuple[object, ...], list[ir.Value]] = defaultdict(list)  # meaning -> values that hold it
+        self.lacks_shapes = False  # a reduction was met whose input has no known shape
+        self.numbering = Numbering()
         self._atoms = Interner()
         self._meanings: dict[ir.Value, Meaning] = {}
+        self._order: dict[ir.Value, int] = {}
 
     def visit(self, node: ir.Node) -> None:
         """Work out what the node's outputs mean; its inputs have been visited."""
+        self.numbering.visit(node)
         for output in node.outputs:
-            self.constants.lifted(output)
+            self._order[output] = len(self._order)
+            self.constants.lifted(output)  # here and not when needed: constants of deep graphs don't recurse then
             self.constants.is_constant(output)
-        if not node.outputs or node.domain not in ("", "ai.onnx"):
+        if not node.outputs or node.domain != "":
             return
         method = _METHODS.get(node.op_type)
         meaning = method(self, node) if method is not None else None
@@ -50,6 +60,10 @@ class Interpreter:
             _inherit_dtype(node)
         if meaning is not None and len(meaning.factors) <= MAX_FACTORS:
             self._set(node.outputs[0], meaning)
+
+    def is_before(self, value: ir.Value, later: ir.Value) -> bool:
+        """Whether ``value`` is there when ``later`` is computed; inputs and initializers always are."""
+        return self._order.get(value, -1) < self._order[later]
 
     def of(self, value: ir.Value) -> Meaning:
         """The meaning of a value."""
@@ -61,8 +75,10 @@ class Interpreter:
         return self._meanings.get(value)
 
     def _set(self, value: ir.Value, meaning: Meaning) -> Meaning:
-        if value.shape is not None:
-            meaning = Meaning(meaning.factors, meaning.constants, meaning.sign, shape_of(value))
+        shape = _best_known(shape_of(value), meaning.shape)
+        meaning = Meaning(meaning.factors, meaning.constants, meaning.sign, shape)
+        if value.shape is None and shape is not None:
+            value.shape = ir.Shape(shape)
         self._meanings[value] = meaning
         self.carriers[meaning.key].append(value)
         return meaning
@@ -73,7 +89,7 @@ class Interpreter:
         if number is not None and number != 0 and number == number and abs(number) != float("inf"):
             constants = {} if abs(number) == 1 else {abs(number): 1.0}
             return Meaning({}, constants, -1 if number < 0 else 1, shape or ())
-        return self._opaque(("value", id(value)), value, shape)
+        return self._opaque(("value", self.numbering.of(value)), value, shape)
 
     def _opaque(self, key: tuple[object, ...], value: ir.Value, shape: Shape | None) -> Meaning:
         atom = self._atoms.intern(key, kind="opaque", value=value)
@@ -128,18 +144,24 @@ class Interpreter:
     def _add(self, node: ir.Node) -> Meaning | None:
         return self._with_constant(node, self._shifted)
 
+    def _sub(self, node: ir.Node) -> Meaning | None:
+        amount = self.constants.scalar(node.inputs[1])
+        return None if amount is None or node.inputs[0] is None else self._shifted(self.of(node.inputs[0]), -amount)
+
     def _max(self, node: ir.Node) -> Meaning | None:
-        return self._with_constant(node, self._floored) if len(node.inputs) == 2 else None
+        return self._with_constant(node, self._floored)
 
     def _clip(self, node: ir.Node) -> Meaning | None:
         low, high = (node.inputs[i] if len(node.inputs) > i else None for i in (1, 2))
-        amount = self.constants.scalar(low)
+        amount, most = self.constants.scalar(low), self.constants.scalar(high)
         assert node.inputs[0] is not None
-        if high is not None or amount is None:
+        if amount is None or (high is not None and (most is None or most < LARGEST_FLOAT)):
             return None
         return self._floored(self.of(node.inputs[0]), amount)
 
     def _with_constant(self, node: ir.Node, make: Callable[[Meaning, float], Meaning | None]) -> Meaning | None:
+        if len(node.inputs) != 2:  # Max and Sum take any number
+            return None
         for value, other in (node.inputs, node.inputs[::-1]):
             amount = self.constants.scalar(other)
             if amount is not None and value is not None:
@@ -170,9 +192,7 @@ class Interpreter:
         width = base.statistic.width or 1
         coefficient = 1.0 if exact else rest * float(width) ** (half_powers / 2)
         amount = amount if exact else amount / coefficient
-        atom = self._atoms.intern(
-            (kind, base.number, power, amount), kind=kind, base=base, power=power, amount=amount
-        )
+        atom = self._atoms.intern((kind, base.number, power, amount), kind=kind, base=base, power=power, amount=amount)
         return Meaning({(atom, layout): 1.0}, {} if exact else m.constants, 1, m.shape)
 
     # -- reductions
@@ -200,6 +220,7 @@ class Interpreter:
         return atom, Meaning({(atom, layout): 1.0}, shape=shape)
 
     def _reduce(self, node: ir.Node, square: Meaning, squared: ir.Value | None, *, summed: bool) -> Meaning | None:
+        self.lacks_shapes |= square.shape is None
         axes = self._reduced_axes(node, square.shape)
         found = self._mean_square(node, square, axes, squared) if axes else None
         if found is None or axes is None:
@@ -241,6 +262,13 @@ class Interpreter:
         total = self._reduce_sum_square(node)
         return total and total.raised(0.5)
 
+    def _global_average_pool(self, node: ir.Node) -> Meaning | None:
+        assert node.inputs[0] is not None
+        square = self.of(node.inputs[0])
+        axes = tuple(range(2, len(square.shape or ())))
+        found = self._mean_square(node, square, axes, self._squared(node.inputs[0]))
+        return found[1] if found else None
+
     def _squared(self, value: ir.Value) -> ir.Value | None:
         """The value of which ``value`` is the square, before any widening cast."""
         node = widest_source(value).producer()
@@ -280,6 +308,9 @@ class Interpreter:
         if node.inputs[0] is None or node.inputs[1] is None:
             return None
         a, b = self.of(node.inputs[0]), self.of(node.inputs[1])
+        weight = self.constants.uniform_column(node.inputs[1])
+        if weight is not None:
+            return self._column_sum(node, a, weight)
         if a.shape is None or b.shape is None or len(a.shape) < 2 or len(a.shape) != len(b.shape):
             return None
         lead = list(range(len(a.shape) - 2))
@@ -292,6 +323,14 @@ class Interpreter:
         found = square and self._mean_square(node, square, (len(lead),), carrier and widest_source(carrier))
         total = found and self._sum_of(*found)
         return total and total.laid_out([*range(len(lead) + 1), BROADCAST], (*a.shape[:-2], 1, 1))
+
+    def _column_sum(self, node: ir.Node, square: Meaning, weight: float) -> Meaning | None:
+        """Squares times a column of equal constants: their sum times that constant."""
+        assert node.inputs[0] is not None
+        axes = (len(square.shape) - 1,) if square.shape else ()
+        found = self._mean_square(node, square, axes, self._squared(node.inputs[0]))
+        total = found and self._sum_of(*found)
+        return total and total.times(Meaning({}, {weight: 1.0} if weight != 1 else {}))
 
     # -- ops that are norms
 
@@ -393,14 +432,8 @@ class Interpreter:
             elif old and dim is not None and m.shape[old[0]] == dim:
                 axes.append(old.pop(0))
             else:
-                return self._structural(node, m, target)
-        return _arranged(m, axes) if not old else self._structural(node, m, target)
-
-    def _structural(self, node: ir.Node, m: Meaning, target: Shape) -> Meaning | None:
-        """Two equal reshapes of equal values are one atom, if the new shape says all there is to know."""
-        if any(dim is None for dim in target):
-            return None
-        return self._opaque(("reshape", m.key, m.shape, target), node.outputs[0], target)
+                return None
+        return None if old else _arranged(m, axes)
 
     def _expand(self, node: ir.Node) -> Meaning | None:
         assert node.inputs[0] is not None
@@ -433,6 +466,13 @@ def _inherit_dtype(node: ir.Node) -> None:
         node.outputs[0].dtype = source.dtype
 
 
+def _best_known(declared: Shape | None, computed: Shape | None) -> Shape | None:
+    """What a file says of a shape, filled up with what follows from the graph."""
+    if declared is None or computed is None or len(declared) != len(computed):
+        return computed if declared is None else declared
+    return tuple(b if a is None else a for a, b in zip(declared, computed, strict=True))
+
+
 def _root(square: Meaning) -> Meaning | None:
     """The root of a square, sign and absolute value aside: ``mean(x**2)`` has the root x."""
     powers = [power for (atom, _), power in square.factors.items() if atom.statistic is None]
@@ -461,42 +501,6 @@ def _known(array: object) -> Shape | None:
     return None if array is None else tuple(int(d) if d > 0 else None for d in array)  # type: ignore[attr-defined]
 
 
-def shape_of(value: ir.Value) -> Shape | None:
-    """A value's dimensions: numbers, names, or None where nothing is known."""
-    if value.shape is None:
-        return None
-    return tuple(dim if isinstance(dim, int) else (None if dim.value is None else str(dim.value)) for dim in value.shape)
-
-
-def dtype_of(value: ir.Value | None) -> ir.DataType:
-    """A value's dtype, UNDEFINED where it is not known."""
-    return ir.DataType.UNDEFINED if value is None or value.dtype is None else value.dtype
-
-
-def is_float_value(*candidates: ir.Value | None) -> bool:
-    """Whether the first value with a known dtype is floating point (no known dtype: taken for yes)."""
-    known = [value.dtype for value in candidates if value is not None and value.dtype is not None]
-    return not known or known[0] in FLOAT_TYPES
-
-
-def is_wider(a: ir.DataType, b: ir.DataType) -> bool:
-    """Whether every number of type ``b`` is one of type ``a``."""
-    return b in FLOAT_TYPES and a in FLOAT_TYPES and a.bitwidth > b.bitwidth
-
-
-def widest_source(value: ir.Value) -> ir.Value:
-    """The value before any casts that lose nothing: the narrowest that holds the same numbers."""
-    node = value.producer()
-    while node is not None and node.op_type in ("Cast", "CastLike", "Identity") and node.domain == "":
-        source = node.inputs[0]
-        if source is None or source.dtype not in FLOAT_TYPES:
-            break
-        if node.op_type != "Identity" and source.dtype != value.dtype and not is_wider(dtype_of(value), source.dtype):
-            break
-        value, node = source, source.producer()
-    return value
-
-
 _METHODS: dict[str, Callable[[Interpreter, ir.Node], Meaning | None]] = {
     "Mul": Interpreter._mul,
     "Div": Interpreter._div,
@@ -506,12 +510,15 @@ _METHODS: dict[str, Callable[[Interpreter, ir.Node], Meaning | None]] = {
     "Abs": Interpreter._abs,
     "Neg": Interpreter._neg,
     "Add": Interpreter._add,
+    "Sum": Interpreter._add,
+    "Sub": Interpreter._sub,
     "Max": Interpreter._max,
     "Clip": Interpreter._clip,
     "ReduceMean": Interpreter._reduce_mean,
     "ReduceSum": Interpreter._reduce_sum,
     "ReduceSumSquare": Interpreter._reduce_sum_square,
     "ReduceL2": Interpreter._reduce_l2,
+    "GlobalAveragePool": Interpreter._global_average_pool,
     "Einsum": Interpreter._einsum,
     "MatMul": Interpreter._matmul,
     "LpNormalization": Interpreter._lp_normalization,

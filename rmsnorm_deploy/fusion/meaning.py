@@ -9,8 +9,8 @@ meanings. What starts a new atom:
 * ``Shifted``: a power of a statistic plus a constant (an epsilon);
 * ``Floored``: a power of a statistic, not less than a constant (a clamp).
 
-Atoms are interned, so two spellings of the same computation give equal meanings. Sums, roots of sums, einsum, norms, and
-the standard's own normalization ops all end in the same few atoms, and an RMSNorm is recognised by division:
+Atoms are interned, so two spellings of the same computation give equal meanings. Sums, roots of sums, einsum, norms,
+and the standard's own normalization ops all end in the same few atoms, and an RMSNorm is recognised by division:
 ``meaning / root`` must be the inverse root mean square, times a scale (see recognise.py).
 """
 

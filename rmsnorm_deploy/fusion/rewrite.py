@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
 
 from rmsnorm_deploy.fusion.constants import Constants
 from rmsnorm_deploy.fusion.evaluate import Array, CannotEvaluateError, attribute, numpy_dtype
-from rmsnorm_deploy.fusion.interpret import dtype_of, shape_of
 from rmsnorm_deploy.fusion.meaning import BROADCAST, Shape
 from rmsnorm_deploy.fusion.prove import Plan, spread
 from rmsnorm_deploy.fusion.recognise import Candidate
+from rmsnorm_deploy.fusion.values import dtype_of, shape_of
 from rmsnorm_deploy.opset import (
     DOMAIN,
     FLOAT_TYPES,
@@ -41,11 +42,10 @@ class Rewriter:
     _names: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        graph = self.model.graph
-        self._names.update(graph.initializers)
-        self._names.update(v.name or "" for v in graph.inputs)
-        for node in graph.all_nodes():
-            self._names.update(v.name or "" for v in node.outputs)
+        for graph in self.model.graphs():
+            self._names.update(graph.initializers)
+            self._names.update(v.name or "" for v in graph.inputs)
+            self._names.update(v.name or "" for node in graph for v in node.outputs)
 
     def replace(self, candidate: Candidate, plan: Plan, name: str) -> ir.Node:
         """Insert the op for a candidate and let every user of its output use the op's."""
@@ -53,44 +53,23 @@ class Rewriter:
         end = output.producer()
         assert end is not None
         assert end.graph is not None
-        scale, bias = self._scale(candidate, plan), self._bias(candidate, plan)
         nodes: list[ir.Node] = []
-        x = self._chain(nodes, self._current(candidate.root), plan.x_type)
+        scale, bias = self._scale(candidate, plan), self._bias(candidate, plan)
         if candidate.activation is not None:
             scale = self._chain(nodes, scale, plan.scale_type)
-        rank = len(shape_of(candidate.root) or ())
+        x = self._chain(nodes, self._current(candidate.root), plan.x_type)
+        rank = len(shape_of(x) or ())
         order = _axes_last(candidate.axes, rank)
         if order is not None:
-            x = self._append(nodes, "Transpose", [x], plan.x_type, _permuted(shape_of(x), order), [ir.AttrInt64s("perm", order)])
-        variant = Variant(
-            mode=candidate.epsilon_mode,
-            bias=bias is not None,
-            before_cast=plan.scale_order == "before_cast",
-            double=plan.stash_type == ir.DataType.DOUBLE,
-        )
-        epsilon, low = split_epsilon(candidate.epsilon)
-        norm = ir.Node(
-            DOMAIN,
-            variant.name,
-            [x, scale] + ([bias] if bias is not None else []),
-            node_attributes(
-                axis=-len(candidate.axes),
-                epsilon=epsilon,
-                epsilon_low=low,
-                epsilon_mode=candidate.epsilon_mode,
-                scale_order=plan.scale_order,
-                stash_type=int(plan.stash_type),
-            ),
-            name=name,
-        )
+            x = self._transpose(nodes, x, order)
+        norm = _norm_node(candidate, plan, [x, scale] if bias is None else [x, scale, bias], name)
         norm.metadata_props.update(end.metadata_props)
         nodes.append(norm)
         result = norm.outputs[0]
-        result.dtype, result.shape = plan.op_type, ir.Shape(_dims(shape_of(x)))
+        result.dtype, result.shape = plan.op_type, x.shape
         result.name = self._fresh(f"{name}_out")
         if order is not None:
-            inverse = [order.index(axis) for axis in range(rank)]
-            result = self._append(nodes, "Transpose", [result], plan.op_type, shape_of(output), [ir.AttrInt64s("perm", inverse)])
+            result = self._transpose(nodes, result, [order.index(axis) for axis in range(rank)])
         result = self._chain(nodes, result, plan.out_type)
         end.graph.insert_before(end, nodes)
         _take_place(output, result)
@@ -140,8 +119,7 @@ class Rewriter:
         typed = np.ascontiguousarray(array.astype(numpy_dtype(dtype)))
         key = (int(dtype), typed.shape, typed.tobytes())
         if key not in self._made:
-            source = candidate.factors[0].value.name if role == "scale" and candidate.factors else None
-            name = self._fresh(f"{source}_{role}" if source else f"ones_{'x'.join(map(str, typed.shape))}" if _all_ones(typed) else role)
+            name = self._fresh(_constant_name(role, typed, candidate))
             value = ir.Value(name=name, shape=ir.Shape(typed.shape), type=ir.TensorType(dtype))
             value.const_value = ir.tensor(typed, dtype=dtype, name=name)
             self.model.graph.register_initializer(value)
@@ -152,23 +130,28 @@ class Rewriter:
         """``value`` as ``dtype``: itself, or behind a cast."""
         if value.dtype == dtype:
             return value
-        return self._append(nodes, "Cast", [value], dtype, shape_of(value), [ir.AttrInt64("to", int(dtype))])
+        return self._append(nodes, "Cast", value, dtype, shape_of(value), ir.AttrInt64("to", int(dtype)))
+
+    def _transpose(self, nodes: list[ir.Node], value: ir.Value, order: list[int]) -> ir.Value:
+        shape = shape_of(value)
+        permuted = None if shape is None else tuple(shape[axis] for axis in order)
+        assert value.dtype is not None
+        return self._append(nodes, "Transpose", value, value.dtype, permuted, ir.AttrInt64s("perm", order))
 
     def _append(
         self,
         nodes: list[ir.Node],
         op_type: str,
-        inputs: list[ir.Value],
+        value: ir.Value,
         dtype: ir.DataType,
         shape: Shape | None,
-        attributes: list[ir.Attr],
+        attr: ir.Attr,
     ) -> ir.Value:
-        node = ir.Node("", op_type, inputs, attributes)
+        node = ir.Node("", op_type, [value], [attr])
         output = node.outputs[0]
-        output.name = self._fresh(f"{inputs[0].name}_{op_type.lower()}")
-        node.name = output.name
+        node.name = output.name = self._fresh(f"{value.name}_{op_type.lower()}")
         output.dtype = dtype
-        output.shape = None if shape is None else ir.Shape(_dims(shape))
+        output.shape = None if shape is None else ir.Shape(shape)
         nodes.append(node)
         return output
 
@@ -181,16 +164,29 @@ class Rewriter:
         return candidate
 
 
-def _all_ones(array: Array) -> bool:
-    return bool(np.all(array == 1))
+def _norm_node(candidate: Candidate, plan: Plan, inputs: list[ir.Value], name: str) -> ir.Node:
+    variant = Variant(
+        mode=candidate.epsilon_mode,
+        bias=candidate.bias is not None,
+        before_cast=plan.scale_order == "before_cast",
+        double=plan.stash_type == ir.DataType.DOUBLE,
+    )
+    epsilon, low = split_epsilon(candidate.epsilon)
+    attributes = node_attributes(
+        axis=-len(candidate.axes),
+        epsilon=epsilon,
+        epsilon_low=low,
+        epsilon_mode=candidate.epsilon_mode,
+        scale_order=plan.scale_order,
+        stash_type=int(plan.stash_type),
+    )
+    return ir.Node(DOMAIN, variant.name, inputs, attributes, name=name)
 
 
-def _dims(shape: Shape | None) -> tuple[int | str | None, ...]:
-    return tuple(shape or ())
-
-
-def _permuted(shape: Shape | None, order: list[int]) -> Shape | None:
-    return None if shape is None else tuple(shape[axis] for axis in order)
+def _constant_name(role: str, array: Array, candidate: Candidate) -> str:
+    if role == "scale" and candidate.factors:
+        return f"{candidate.factors[0].value.name}_scale"
+    return f"ones_{'x'.join(map(str, array.shape))}" if np.all(array == 1) else role
 
 
 def _axes_last(axes: tuple[int, ...], rank: int) -> list[int] | None:
@@ -208,49 +204,64 @@ def _take_place(old: ir.Value, new: ir.Value) -> None:
     old.name, new.name = None, old.name
 
 
-def take_residual_adds(graph: ir.Graph) -> None:
+def take_residual_adds(model: ir.Model) -> None:
     """Turn ``RMSNorm(a + b)`` into SkipRMSNorm, whose second output stands for the sum wherever it is used."""
-    for norm in list(graph.all_nodes()):
-        variant = VARIANT_BY_NAME.get(norm.op_type) if norm.domain == DOMAIN else None
-        if variant is None or variant.skip:
-            continue
-        total = norm.inputs[0]
-        add = total.producer() if total is not None else None
-        if total is None or add is None or not _is_residual_add(add, norm):
-            continue
-        skip = ir.Node(
-            DOMAIN,
-            Variant(True, variant.mode, variant.bias, variant.before_cast, variant.double).name,
-            [*add.inputs, *norm.inputs[1:]],
-            list(norm.attributes.values()),
-            num_outputs=2,
-            name=norm.name,
-        )
-        skip.metadata_props.update(norm.metadata_props)
-        y, result = skip.outputs
-        y.dtype, y.shape, y.name = norm.outputs[0].dtype, norm.outputs[0].shape, f"{norm.name}_y"
-        result.dtype, result.shape, result.name = total.dtype, total.shape, f"{norm.name}_sum"
-        assert add.graph is not None
-        add.graph.insert_after(add, [skip])
-        _take_place(norm.outputs[0], y)
-        _take_place(total, result)
-        assert norm.graph is not None
-        norm.graph.remove(norm, safe=True)
-        add.graph.remove(add, safe=True)
+    for graph in list(model.graphs()):
+        order = {node: number for number, node in enumerate(graph)}
+        for norm in [node for node in order if _is_plain_norm(node)]:
+            total = norm.inputs[0]
+            add = total.producer() if total is not None else None
+            if add is None or not _is_residual_add(add, norm):
+                continue
+            place = _place_of_both(add, norm, order)
+            if place is not None:
+                skip = _join(add, norm)
+                graph.insert_before(place, [skip])
+                order[skip] = order[place]
+                for dead in (norm, add):
+                    graph.remove(dead, safe=True)
+
+
+def _is_plain_norm(node: ir.Node) -> bool:
+    return is_fused_op(node) and not VARIANT_BY_NAME[node.op_type].skip
 
 
 def _is_residual_add(add: ir.Node, norm: ir.Node) -> bool:
-    """Whether an Add joins two tensors of the very shape and dtype of the sum, ahead of everything the norm needs."""
+    """Whether an Add joins two tensors of the very shape and dtype of the sum."""
     if (add.domain, add.op_type) != ("", "Add") or add.graph is not norm.graph:
         return False
     a, b = add.inputs
-    total = add.outputs[0]
-    if a is None or b is None or any(v.producer() is not None for v in norm.inputs[1:] if v is not None):
+    if a is None or b is None or a.is_initializer() or b.is_initializer():
         return False
-    shapes = [shape_of(a), shape_of(b)]
-    same = shapes[0] is not None and shapes[0] == shapes[1] and None not in shapes[0] and len(shapes[0]) > 0
-    constant = a.is_initializer() or b.is_initializer()
-    return same and not constant and dtype_of(a) == dtype_of(b) == dtype_of(total)
+    shape = shape_of(a)
+    same = shape is not None and shape == shape_of(b) and None not in shape and len(shape) > 0
+    return same and dtype_of(a) == dtype_of(b) == dtype_of(add.outputs[0])
+
+
+def _place_of_both(add: ir.Node, norm: ir.Node, order: Mapping[ir.Node, int]) -> ir.Node | None:
+    """The node of the two in whose place one op can do for both: what it needs is there, and nobody waits for it."""
+    needed = [value.producer() for value in norm.inputs[1:] if value is not None]
+    if all(node is None or order.get(node, -1) < order[add] for node in needed):
+        return add
+    users = [use.node for use in add.outputs[0].uses() if use.node is not norm]
+    return norm if all(order.get(user, -1) > order[norm] for user in users) else None
+
+
+def _join(add: ir.Node, norm: ir.Node) -> ir.Node:
+    variant, total = VARIANT_BY_NAME[norm.op_type], add.outputs[0]
+    skip = ir.Node(
+        DOMAIN,
+        replace(variant, skip=True).name,
+        [*add.inputs, *norm.inputs[1:]],
+        list(norm.attributes.values()),
+        num_outputs=2,
+        name=norm.name,
+    )
+    skip.metadata_props.update(norm.metadata_props)
+    for old, new, name in ((norm.outputs[0], skip.outputs[0], "y"), (total, skip.outputs[1], "sum")):
+        new.type, new.shape, new.name = old.type, old.shape, f"{norm.name}_{name}"
+        _take_place(old, new)
+    return skip
 
 
 def attach_functions(model: ir.Model) -> None:
