@@ -263,3 +263,21 @@ def test_smollm2_has_61_plugin_layers(tmp_path: Path) -> None:
     count, described = build_recipe("smollm2", tmp_path)
     assert count == 61
     print(f"{described['build_seconds']} s, {described['build_peak_bytes'] / 2**30:.2f} GB")
+
+
+# ---- Triton
+
+
+def test_a_triton_repository_holds_the_model_and_its_tensors(bundle: Path, tmp_path: Path) -> None:
+    from rmsnorm_deploy.engine.triton import main as triton
+
+    assert triton([str(bundle), str(tmp_path / "repository"), "--name", "norm"]) == 0
+    folder = tmp_path / "repository" / "norm"
+    assert sorted(path.name for path in (folder / "1").iterdir()) == ["model.onnx"]
+    text = (folder / "config.pbtxt").read_text()
+    assert 'backend: "onnxruntime"' in text
+    assert '{ name: "x", data_type: TYPE_FP16, dims: [ -1, -1, 64 ] }' in text
+    assert text.count("{ name:") == 4
+    assert triton([str(bundle), str(tmp_path / "repository"), "--name", "norm"]) == 2
+    assert triton([str(bundle), str(tmp_path / "repository"), "--name", "../norm"]) == 2
+    assert triton([str(bundle), str(tmp_path / "repository"), "--name", "n", "--engine", "none"]) == 2
