@@ -173,8 +173,9 @@ def test_every_gain_has_a_source(report: BenchmarkReport) -> None:
     assert ("fusion", "onnxruntime", "onnxruntime-unfused") in pairs
     assert ("norm", "onnxruntime", "onnxruntime-layernorm") in pairs
     assert ("norm", "norm-pytorch", "norm-pytorch-layernorm") in pairs
-    for line in report.sentences():
-        assert ", from " in line or "no difference that this run can tell" in line or "busy" in line
+    for line, item in zip(report.comparison_lines(), report.comparisons, strict=True):
+        assert line.startswith(f"{item.what}: {item.ratio:.2f}x as fast (")
+        assert line.endswith("cannot tell from no difference") != item.clear
 
 
 def test_a_report_survives_json(report: BenchmarkReport) -> None:

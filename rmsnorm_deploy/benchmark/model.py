@@ -40,16 +40,16 @@ class Entry:
     make: Callable[[], Call]
 
 
-# (source, contender, baseline)
+# (source, contender, baseline, in words)
 _COMPARISONS = (
-    ("fusion", "onnxruntime", "onnxruntime-unfused"),
-    ("norm", "onnxruntime", "onnxruntime-layernorm"),
-    ("kernels", "onnxruntime-kernels", "onnxruntime"),
-    ("norm", "pytorch", "pytorch-layernorm"),
-    ("backend", "onnxruntime", "pytorch"),
-    ("norm", "norm-onnxruntime", "norm-onnxruntime-layernorm"),
-    ("kernels", "norm-onnxruntime-kernels", "norm-onnxruntime"),
-    ("norm", "norm-pytorch", "norm-pytorch-layernorm"),
+    ("fusion", "onnxruntime", "onnxruntime-unfused", "Norms fused (model, ONNX Runtime)"),
+    ("kernels", "onnxruntime-kernels", "onnxruntime", "Our kernels (model, ONNX Runtime)"),
+    ("backend", "onnxruntime", "pytorch", "ONNX Runtime instead of PyTorch (model)"),
+    ("norm", "onnxruntime", "onnxruntime-layernorm", "RMSNorm instead of LayerNorm (model, ONNX Runtime)"),
+    ("norm", "pytorch", "pytorch-layernorm", "RMSNorm instead of LayerNorm (model, PyTorch)"),
+    ("norm", "norm-onnxruntime", "norm-onnxruntime-layernorm", "RMSNorm instead of LayerNorm (alone, ONNX Runtime)"),
+    ("norm", "norm-pytorch", "norm-pytorch-layernorm", "RMSNorm instead of LayerNorm (alone, PyTorch)"),
+    ("kernels", "norm-onnxruntime-kernels", "norm-onnxruntime", "Our kernels (alone, ONNX Runtime)"),
 )
 
 
@@ -95,11 +95,11 @@ def compare(timings: Sequence[Timing]) -> list[Comparison]:
     """The comparisons whose both sides ran, round by round: what disturbs a round disturbs both sides of it."""
     ran = {timing.name: timing.milliseconds for timing in timings if timing.milliseconds}
     found = []
-    for source, contender, baseline in _COMPARISONS:
+    for source, contender, baseline, what in _COMPARISONS:
         if contender in ran and baseline in ran:
             ratios = [slow / fast for slow, fast in zip(ran[baseline], ran[contender], strict=True)]
             low, high = median_interval(ratios)
-            found.append(Comparison(source, contender, baseline, quantile(ratios, 0.5), low, high))
+            found.append(Comparison(source, what, contender, baseline, quantile(ratios, 0.5), low, high))
     return found
 
 

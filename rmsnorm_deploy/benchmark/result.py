@@ -48,10 +48,11 @@ class Comparison:
     """How many times as fast ``contender`` is as ``baseline``: the median over the rounds, and its 95% interval.
 
     ``source`` says what the difference comes from: "fusion" (one op instead of a chain), "norm" (RMSNorm instead of
-    LayerNorm), "kernels" (this package's own) or "backend".
+    LayerNorm), "kernels" (this package's own) or "backend"; ``what`` says it in words, with where it was measured.
     """
 
     source: str
+    what: str
     contender: str
     baseline: str
     ratio: float
@@ -83,9 +84,12 @@ class BenchmarkReport:
 
     def sentences(self) -> list[str]:
         """The comparisons in words, after a warning when other programs had the machine too."""
-        titles = {timing.name: timing.title for timing in self.timings}
         busy = self.busy()
-        return ([busy] if busy else []) + [_sentence(item, titles) for item in self.comparisons]
+        return ([busy] if busy else []) + self.comparison_lines()
+
+    def comparison_lines(self) -> list[str]:
+        """A sentence for each of ``comparisons``, in their order."""
+        return [sentence(item) for item in self.comparisons]
 
     def busy(self) -> str | None:
         """A warning when half of the cores or more were taken before the run began."""
@@ -123,17 +127,11 @@ class BenchmarkReport:
             raise InputError(f"benchmark.json is not one of this package's: {error}") from error
 
 
-_WORDS = {
-    "fusion": "from fusing each norm into one op",
-    "norm": "from RMSNorm in place of LayerNorm",
-    "kernels": "from this package's kernels",
-    "backend": "from the backend",
-}
-
-
 def milliseconds(value: float) -> str:
     """Three significant digits with the unit that suits."""
-    return f"{value * 1e3:.3g} µs" if value < 1 else f"{value:.3g} ms"
+    if value >= 999.5:
+        return f"{value / 1e3:.3g} s"
+    return f"{value:.3g} ms" if value >= 0.9995 else f"{value * 1e3:.3g} µs"
 
 
 def _line(timing: Timing) -> str:
@@ -143,7 +141,7 @@ def _line(timing: Timing) -> str:
     return f"{timing.title}: {milliseconds(timing.median)} ({spread}, {len(timing.milliseconds)} rounds)"
 
 
-def _sentence(item: Comparison, titles: Mapping[str, str]) -> str:
-    figures = f"{item.ratio:.2f}x ({item.low:.2f} to {item.high:.2f})"
-    words = f"{titles[item.contender]} against {titles[item.baseline]}: {figures}"
-    return f"{words}, {_WORDS[item.source]}" if item.clear else f"{words}, no difference that this run can tell"
+def sentence(item: Comparison) -> str:
+    """A comparison in words."""
+    figures = f"{item.ratio:.2f}x as fast ({item.low:.2f} to {item.high:.2f})"
+    return f"{item.what}: {figures}{'' if item.clear else ', which this run cannot tell from no difference'}"

@@ -33,28 +33,31 @@ def onnx_twin(model: Path, norms: Sequence[Mapping[str, Any]]) -> tuple[bytes, i
     each row's width.
 
     Raises:
-        InputError: the file has no fused norm, or one whose row has no fixed size.
+        InputError: the file has no fused norm, or none whose row has a fixed size.
     """
     twin = ir.from_proto(read_model(model))
     records = {record["node"]: record for record in norms}
     nodes = [node for node in ir.traversal.RecursiveGraphIterator(twin.graph) if is_fused_op(node)]
     if not nodes:
         raise InputError(f"{model.name} has no fused norm to exchange")
-    for node in nodes:
-        if str(node.name) not in records:
-            raise InputError(f"the manifest has no norm {node.name!r}, and the model has: export it again")
-        _exchange(node, records[str(node.name)])
-    for key in [key for key in twin.functions if key[0] == DOMAIN]:
-        del twin.functions[key]
-    twin.opset_imports.pop(DOMAIN, None)
-    return ir.to_proto(twin).SerializeToString(), len(nodes)
+    exchanged = sum(_exchange(node, records.get(str(node.name))) for node in nodes)
+    if not exchanged:
+        raise InputError(f"no norm of {model.name} has a row of fixed size, which a LayerNorm needs")
+    if exchanged == len(nodes):
+        for key in [key for key in twin.functions if key[0] == DOMAIN]:
+            del twin.functions[key]
+        twin.opset_imports.pop(DOMAIN, None)
+    return ir.to_proto(twin).SerializeToString(), exchanged
 
 
-def _exchange(node: ir.Node, record: Mapping[str, Any]) -> None:
-    """Put Add (of a residual) and LayerNormalization with a bias of zeros in the place of one fused op."""
-    row = list(record["shape"])[record["axis"] :]
-    if not all(isinstance(size, int) for size in row):
-        raise InputError(f"norm {node.name} has a row of shape {row}, and a twin needs fixed sizes")
+def _exchange(node: ir.Node, record: Mapping[str, Any] | None) -> bool:
+    """Put Add (of a residual) and LayerNormalization with a bias of zeros in the place of one fused op.
+
+    False, and nothing is changed, where the row has no fixed size.
+    """
+    row = list(record["shape"])[record["axis"] :] if record is not None else []
+    if record is None or not row or not all(isinstance(size, int) for size in row):
+        return False
     variant = VARIANT_BY_NAME[node.op_type]
     operands = list(node.inputs)
     total = operands.pop(0)
@@ -79,6 +82,7 @@ def _exchange(node: ir.Node, record: Mapping[str, Any]) -> None:
     results = [result, total][: len(node.outputs)]
     assert node.graph is not None
     ir.convenience.replace_nodes_and_values(node.graph, node, [node], new, list(node.outputs), results)
+    return True
 
 
 def _parameter(
