@@ -66,33 +66,33 @@ std::atomic<const Isa*>& current() {
   return isa;
 }
 
-// Outputs of this size or more are written past the caches: they would not fit, and a plain store first reads the line
-// that it overwrites. Measured on a part with 32 MiB of third-level cache: docs/kernels.md.
+// A call that touches this many bytes or more writes them past the caches: they would push each other out, and a plain
+// store first reads the line that it overwrites. Three quarters of the third-level cache is where this begins to pay
+// even for a reader that comes right after; the measurements are in docs/kernels.md.
 int64_t stream_bytes() {
+  int64_t cache = 0;
 #if defined(_SC_LEVEL3_CACHE_SIZE)
-  static const int64_t cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  static const int64_t reported = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  cache = reported;
+#endif
   // A part shared by many cores reports all of its cache, of which one process seldom gets more than this.
   constexpr int64_t kMost = int64_t{32} << 20;
-  if (cache > 0) return cache < kMost ? cache : kMost;
-#endif
-  return int64_t{32} << 20;
+  return (cache > 0 && cache < kMost ? cache : kMost) / 4 * 3;
 }
 
 int64_t size_of(int32_t dtype) { return dtype == RMSNORM_F64 ? 8 : dtype == RMSNORM_F32 ? 4 : 2; }
 
-int64_t row_bytes_out(const rmsnorm_args& args) {
-  return args.width * (size_of(args.y_dtype) + (args.sum ? size_of(args.x_dtype) : 0));
-}
-
+// What one row reads and writes, at least 1.
 int64_t row_bytes(const rmsnorm_args& args) {
-  return row_bytes_out(args) + args.width * size_of(args.x_dtype) * (args.skip ? 2 : 1);
+  const int64_t like_x = 1 + (args.skip ? 1 : 0) + (args.sum ? 1 : 0);
+  return args.width * (size_of(args.y_dtype) + like_x * size_of(args.x_dtype));
 }
 
 bool should_stream(const rmsnorm_args& args) {
   const bool aligned = reinterpret_cast<uintptr_t>(args.y) % static_cast<uintptr_t>(size_of(args.y_dtype)) == 0;
   const bool in_place =
       args.y == args.x || args.y == args.skip || (args.sum && (args.sum == args.x || args.sum == args.skip));
-  return aligned && !in_place && row_bytes_out(args) > 0 && args.rows >= stream_bytes() / row_bytes_out(args);
+  return aligned && !in_place && args.rows >= stream_bytes() / row_bytes(args);
 }
 
 // kBlock copies of one element, or of 1 or -0 where there is none: n * 1 is n and n + -0 is n, signs of zeros included.
@@ -126,7 +126,7 @@ struct Job {
 
 // A piece of work should take longer than handing it to another thread: some microseconds, at a cache's bandwidth.
 constexpr int64_t kGrainBytes = int64_t{64} << 10;
-constexpr int64_t kMostChunks = 256;
+constexpr int64_t kMostChunks = 64;
 
 // Rows in one piece of work; all of them where splitting does not pay.
 int64_t chunk_rows(const rmsnorm_args& args, const rmsnorm_parallel* parallel) {

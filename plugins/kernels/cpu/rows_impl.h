@@ -168,7 +168,8 @@ struct Rows {
       const double r = root(args, eps, squares(row, args.width) / static_cast<double>(args.width));
       p.r = V::set_from(r);
       p.inverse = V::set_inverse(r);
-      write(row, p, at + 1 < end ? x + args.x_stride : nullptr, args.width);
+      // Whoever does the next row: in the last one of a chunk, too, this is most often the same thread.
+      write(row, p, at + 1 < args.rows ? x + args.x_stride : nullptr, args.width);
     }
     if (kStream) V::fence();
   }
