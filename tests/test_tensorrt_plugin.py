@@ -31,7 +31,7 @@ def host_check(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("nvcc is not on this machine, and the build of the host check needs it")
     folder = tmp_path_factory.mktemp("host_check")
     configure = ["cmake", "-S", str(TENSORRT), "-B", str(folder), "-DRMSNORM_SM=89"]
-    build = ["cmake", "--build", str(folder), "--target", "rmsnorm_tensorrt_host_check"]
+    build = ["cmake", "--build", str(folder), "--target", "rmsnorm_tensorrt_host_check", "rmsnorm_fake_nvinfer"]
     for command in (configure, build):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -57,6 +57,18 @@ def test_the_plugins_hold_without_tensorrt(library: Path, host_check: Path) -> N
     assert done.returncode == 0, done.stdout
     named = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("creator ")]
     assert named == [variant.name for variant in opset.variants()]
+
+
+def test_the_second_library_registers_all_plugins_while_it_loads(library: Path, host_check: Path) -> None:
+    second = library.with_name("librmsnorm_deploy_tensorrt_ort.so")
+    fake = next(host_check.parent.glob("libnvinfer.so.10"))
+    load = "import ctypes, sys; [ctypes.CDLL(path) for path in sys.argv[1:]]"
+    done = subprocess.run([sys.executable, "-c", load, str(fake), str(second)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:-1] == [f"registered rmsnorm_deploy::{v.name}" for v in opset.variants()]
+    alone = subprocess.run([sys.executable, "-c", load, str(second)], capture_output=True, text=True)
+    assert alone.returncode == 0
+    assert "which the process has not loaded" in alone.stderr
 
 
 @rtx

@@ -145,7 +145,8 @@ void check_bad_values(IPluginCreatorV3One& creator) {
   bad = Fields{};
   bad.stash = 11;
   refused(bad, "stash_type");
-  auto wrong_type = Fields{}.list();
+  const Fields good;
+  auto wrong_type = good.list();
   wrong_type[1].type = PluginFieldType::kINT32;
   expect(!create(creator, wrong_type, TensorRTPhase::kBUILD) && has(last_message, "'epsilon' is not a float"),
          "a field of another type");

@@ -1,4 +1,4 @@
-"""A model repository folder for Triton Inference Server: ``python -m rmsnorm_deploy.engine.triton BUNDLE REPOSITORY``."""
+"""A model repository for Triton Inference Server: ``python -m rmsnorm_deploy.engine.triton BUNDLE REPOSITORY``."""
 
 from __future__ import annotations
 

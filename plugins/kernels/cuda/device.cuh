@@ -85,17 +85,18 @@ RMSNORM_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync
 
 RMSNORM_DEVICE void block_barrier() { __syncthreads(); }
 
-// Clusters and early starts exist from sm_90; a launch elsewhere never asks for them.
+// Clusters and early starts exist from sm_90; a launch elsewhere never asks for them. The barriers are not the
+// "aligned" ones: a warp's lanes may come from different branches.
 
 RMSNORM_DEVICE void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 #endif
 }
 
 RMSNORM_DEVICE void cluster_wait() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 #endif
 }
 
