@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
+from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
 from rmsnorm_deploy.fusion.constants import SMALL, Constants, is_fixed
 from rmsnorm_deploy.fusion.evaluate import CannotEvaluateError, attribute
@@ -16,12 +16,30 @@ _MERGED = 8  # elements: shapes, axes, epsilons. Larger equal initializers are w
 
 def clean_up(model: ir.Model) -> None:
     """Fold small constants, drop what nothing uses, and keep one copy of equal small initializers."""
-    IdentityEliminationPass()(model)
+    for graph in model.graphs():
+        _drop_identities(graph)
     _fold_constants(model.graph)
     _shield_look_alikes(model)
     RemoveUnusedNodesPass()(model)
     _merge_initializers(model.graph)
     RemoveUnusedOpsetsPass()(model)
+
+
+def _drop_identities(graph: ir.Graph) -> None:
+    """Let users take an Identity's input; where its result is an output, the input's node yields that output itself."""
+    for node in list(graph):
+        source = node.inputs[0] if (node.domain, node.op_type) == ("", "Identity") else None
+        output = node.outputs[0]
+        if source is None:
+            continue
+        if output.is_graph_output():
+            if source.producer() is None or source.graph is not graph or source.is_graph_output():
+                continue
+            source.name, output.name = output.name, None
+        source.shape = source.shape if source.shape is not None else output.shape
+        source.dtype = source.dtype or output.dtype
+        ir.convenience.replace_all_uses_with(output, source, replace_graph_outputs=True)
+        graph.remove(node, safe=True)
 
 
 def _fold_constants(graph: ir.Graph) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.fusion.cleanup import clean_up
@@ -57,6 +58,7 @@ def fuse(model: ir.Model, *, residual: bool = True) -> FusionResult:
         rewriter.replace(candidate, proof.plan, name)
         proofs[name], sources[name] = proof, end
     if residual:
+        RemoveUnusedNodesPass()(model)  # what a norm replaced no longer uses the sum
         take_residual_adds(model)
     attach_functions(model)
     clean_up(model)

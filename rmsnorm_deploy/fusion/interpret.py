@@ -39,7 +39,7 @@ class Interpreter:
         self.constants = constants
         self.reductions: list[tuple[ir.Node, Atom]] = []  # every node that reduces a square
         self.carriers: dict[tuple[object, ...], list[ir.Value]] = defaultdict(list)  # meaning -> values that hold it
-        self.lacks_shapes = False  # a reduction was met whose input has no known shape
+        self.lacks_shapes = False  # a statistic was met whose shape, or whose partner's, is not known
         self.numbering = Numbering()
         self._atoms = Interner()
         self._meanings: dict[ir.Value, Meaning] = {}
@@ -109,6 +109,7 @@ class Interpreter:
     def _product(self, node: ir.Node, power: float) -> Meaning | None:
         a, b = (self.of(i) for i in node.inputs if i is not None)
         shape = broadcast(a.shape, b.shape)
+        self.lacks_shapes |= shape is None and bool(a.statistics or b.statistics)
         if shape is None or not is_float_value(node.outputs[0], node.inputs[0]):
             return None
         rank = len(shape)

@@ -22,6 +22,10 @@ from rmsnorm_deploy.fusion.values import dtype_of, is_wider, shape_of
 from rmsnorm_deploy.opset import FLOAT_TYPES
 
 
+OTHER_AXES = "the statistic lines up with other axes than those it was taken over"
+OTHER_TENSOR = "its statistic multiplies a tensor other than the one that was squared"
+
+
 @dataclass(frozen=True)
 class ScaleFactor:
     """One factor of a scale: ``value ** power``, where axis ``layout[i]`` of the value is normalized axis ``i``."""
@@ -117,31 +121,35 @@ class _Matcher:
         return reason
 
     def _norm_of(self, statistic: Atom, core: Meaning, layout: Layout, guard: tuple[str, float]) -> Candidate | str:
-        root_meaning, axes, shape = statistic.inner, statistic.axes, self.meaning.shape
-        assert root_meaning is not None
-        if root_meaning.shape is None or shape is None:
+        squared, shape = statistic.inner, self.meaning.shape
+        assert squared is not None
+        if squared.shape is None or shape is None:
             return "the shape of a value in it is not known"
-        expected = tuple(BROADCAST if axis in axes or dim == 1 else axis for axis, dim in enumerate(root_meaning.shape))
-        if len(shape) != len(root_meaning.shape) or layout != expected:
-            return "the statistic lines up with other axes than those it was taken over"
+        frame = _frame(layout, squared.shape, statistic.axes)
+        if frame is None or len(shape) != len(frame):
+            return OTHER_AXES
+        axes = tuple(axis for axis, entry in enumerate(frame) if entry in statistic.axes)
+        root_meaning = squared.laid_out(frame, tuple(squared.shape[entry] for entry in frame))
         rest = self.meaning.times(root_meaning, -1.0).times(core, -1.0)
         root = self._root_value(statistic, root_meaning, shape)
         if any(factor in rest.factors for factor in root_meaning.factors) or root is None:
-            return "its statistic multiplies a tensor other than the one that was squared"
+            return OTHER_TENSOR if frame == sorted(frame) else OTHER_AXES
         if rest.statistics:
             return "another statistic multiplies it"
         if _is_centred(root, self.interpreter):
             return "the row's mean is subtracted first: this is LayerNorm"
         if any(_varies_outside(layout, axes) for _, layout in rest.factors):
             return "what multiplies it varies over more than the normalized axes"
-        return self._with_scale(rest, root, statistic, guard)
+        return self._with_scale(rest, root, axes, statistic, guard)
 
     def _root_value(self, statistic: Atom, root: Meaning, shape: Shape) -> ir.Value | None:
         """The value to normalize: the one that was squared, if it has the norm's own shape."""
         squared: list[ir.Value] = [statistic.value] if statistic.value is not None else []
         for value in squared + self.interpreter.carriers.get(root.key, []):
             known = self.interpreter.known(value)
-            if known is not None and known.shape is not None and _agree(known.shape, shape) and self._is_there(value):
+            if known is None or known.shape is None or known.key != root.key:
+                continue
+            if _agree(known.shape, shape) and self._is_there(value):
                 return value
         return None
 
@@ -150,8 +158,10 @@ class _Matcher:
         seen = value.graph is None or value.graph in self.visible
         return seen and self.interpreter.is_before(value, self.value)
 
-    def _with_scale(self, rest: Meaning, root: ir.Value, statistic: Atom, guard: tuple[str, float]) -> Candidate | str:
-        axes, shape = statistic.axes, self.interpreter.of(root).shape
+    def _with_scale(
+        self, rest: Meaning, root: ir.Value, axes: tuple[int, ...], statistic: Atom, guard: tuple[str, float]
+    ) -> Candidate | str:
+        shape = self.interpreter.of(root).shape
         assert shape is not None
         number, half_powers = resolve(rest.constants, statistic.width)
         constant = rest.sign * number * float(statistic.width or 1) ** (half_powers / 2)
@@ -211,6 +221,15 @@ def _guard(atom: Atom, power: float) -> tuple[str, float] | None:
     form = (atom.kind, atom.power, power)
     modes = {("shifted", 1.0, -0.5): "inside", ("shifted", 0.5, -1.0): "outside", ("floored", 0.5, -1.0): "clamp"}
     return (modes[form], atom.amount) if form in modes else None
+
+
+def _frame(layout: Layout, shape: Shape, axes: tuple[int, ...]) -> list[int] | None:
+    """Which axis of the squared tensor each axis of the norm is, by where its statistic lies; None if nowhere."""
+    told = [axis for axis, dim in enumerate(shape) if axis not in axes and dim != 1]
+    if sorted(entry for entry in layout if entry != BROADCAST) != told or len(layout) != len(shape):
+        return None
+    others = iter([axis for axis in range(len(shape)) if axis not in told])
+    return [next(others) if entry == BROADCAST else entry for entry in layout]
 
 
 def _varies_outside(layout: Layout, axes: tuple[int, ...]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from rmsnorm_deploy.fusion.constants import is_fixed
+from rmsnorm_deploy.fusion.constants import LONGEST_COLUMN, is_fixed
 from rmsnorm_deploy.fusion.evaluate import Array, CannotEvaluateError, evaluate, is_float, numpy_dtype
 from rmsnorm_deploy.fusion.numbering import Numbering, attribute_key
 from rmsnorm_deploy.fusion.recognise import Candidate
@@ -35,7 +35,7 @@ class Region:
     leaves: list[ir.Value] = field(default_factory=list)  # initializers and activations
 
     def leaf_arrays(self, sizes: Sizes) -> dict[ir.Value, Array]:
-        """Numbers for the leaves: constants of one element and integers as they are, anything else at random.
+        """Numbers for the leaves: scalars, integers and what multiplies a matrix as they are, anything else at random.
 
         A rewrite that holds for random weights holds for these; so norms that differ in their weights alone share a
         proof.
@@ -131,7 +131,10 @@ class Sizes:
 
 def _is_kept(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
     """Whether a constant takes part in a proof with its own numbers."""
-    return is_fixed(value) and (tensor.size == 1 or (value.dtype or tensor.dtype) not in FLOAT_TYPES)
+    if not is_fixed(value):
+        return False
+    multiplies_a_matrix = tensor.size <= LONGEST_COLUMN and any(use.node.op_type == "MatMul" for use in value.uses())
+    return tensor.size == 1 or multiplies_a_matrix or (value.dtype or tensor.dtype) not in FLOAT_TYPES
 
 
 def extract(candidate: Candidate, numbering: Numbering) -> Region:

@@ -1,0 +1,128 @@
+"""Norms over any axes, of any rank, with scales of any shape; what is not the last axis is moved there and back."""
+
+from __future__ import annotations
+
+import pytest
+from fusion_graphs import check, feeds_of, fused, graph, op_types, run
+
+ROOT = "me = Add(ms, eps) rt = Sqrt(me) "
+NORM = "sq = Mul(x, x) ms = ReduceMean(sq, last) " + ROOT + "n = Div(x, rt) y = Mul(n, w)"
+
+
+def _norm(axes: str, weight: str = "w", keepdims: str = "") -> str:
+    return f"sq = Mul(x, x) ms = ReduceMean{keepdims}(sq, {axes}) {ROOT} n = Div(x, rt) y = Mul(n, {weight})"
+
+
+def _io(shape: str) -> dict[str, str]:
+    return {"inputs": f"float[{shape}] x", "outputs": f"float[{shape}] y"}
+
+
+@pytest.mark.parametrize("shape", ["12", "N, 12", "N, S, 12", "2, 3, 4, 12", "1, 1, 12", "64, 512, 12"])
+def test_a_rank_is_not_supported(shape: str) -> None:
+    check(graph(NORM, **_io(shape)), 1)
+
+
+def test_channels_first_images() -> None:
+    result = check(graph(_norm("ch", "cw"), more="int64[1] ch = {1}, float[5, 1, 1] cw", **_io("N, 5, H, W")), 1)
+    assert (result.norms[0].axis, result.norms[0].scale) == (-1, "cw_scale")
+
+
+def test_channels_first_of_fixed_size() -> None:
+    model = graph(_norm("ch", "cw"), more="int64[1] ch = {1}, float[1, 5, 1, 1] cw", **_io("2, 5, 4, 3"))
+    proto, _ = fused(model)
+    assert op_types(proto) == ["Transpose", "RMSNorm", "Transpose"]
+    check(model, 1)
+
+
+def test_two_axes_and_a_scale_over_both() -> None:
+    result = check(graph(_norm("both", "ww"), more="float[4, 12] ww", **_io("N, 4, 12")), 1)
+    assert result.norms[0].axis == -2
+
+
+def test_two_axes_and_a_scale_over_one() -> None:
+    check(graph(_norm("both"), **_io("N, 4, 12")), 1)
+
+
+def test_two_axes_that_are_not_neighbours() -> None:
+    check(graph(_norm("outer", "ow"), more="int64[2] outer = {1, 3}, float[3, 1, 5] ow", **_io("N, 3, H, 5")), 1)
+
+
+def test_all_axes() -> None:
+    body = "sq = Mul(x, x) ms = ReduceMean(sq) " + ROOT + "y = Div(x, rt)"
+    check(graph(body, **_io("3, 12")), 1)
+
+
+def test_global_average_pooling() -> None:
+    body = "sq = Mul(x, x) ms = GlobalAveragePool(sq) " + ROOT + "n = Div(x, rt) y = Mul(n, three)"
+    check(graph(body, **_io("N, C, 4, 3")), 1)
+
+
+def test_a_transposed_norm() -> None:
+    body = "t = Transpose<perm = [0, 2, 1]>(x) sq = Mul(t, t) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(t, rt) y = Mul(n, w)"
+    check(graph(body, inputs="float[N, 12, S] x", outputs="float[N, S, 12] y"), 1)
+
+
+def test_a_statistic_on_the_transpose() -> None:
+    body = "t = Transpose<perm = [0, 2, 1]>(x) sq = Mul(t, t) m = ReduceMean(sq, middle) ms = Transpose<perm = [0, 2, 1]>(m) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)"
+    check(graph(body), 1)
+
+
+def test_groups_through_a_view() -> None:
+    body = "v = Reshape(x, shape) sq = Mul(v, v) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(v, rt) u = Reshape(n, back) y = Mul(u, w)"
+    more = "int64[4] shape = {0, 0, 3, 4}, int64[3] back = {0, 0, 12}"
+    result = check(graph(body, more=more), 1)
+    assert result.norms[0].shape[-1] == 4
+
+
+def test_a_view_that_every_user_takes_anew() -> None:
+    body = "v = Reshape(x, shape) u = Reshape(x, shape) sq = Mul(v, v) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) y = Div(u, rt)"
+    check(graph(body, more="int64[4] shape = {0, 0, 3, 4}", outputs="float[N, S, 3, 4] y"), 1)
+
+
+def test_a_weight_that_is_stored_the_other_way_round() -> None:
+    body = "t = Transpose<perm = [1, 0]>(wt) sq = Mul(x, x) ms = ReduceMean(sq, both) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, t)"
+    check(graph(body, more="float[12, 4] wt", **_io("N, 4, 12")), 1)
+
+
+def test_a_width_that_is_not_known() -> None:
+    """The root mean square over time: no width to write into a scale."""
+    body = "sq = Mul(x, x) ms = ReduceMean(sq, middle) me = Add(ms, eps) rt = Sqrt(me) y = Div(x, rt)"
+    check(graph(body), 1)
+
+
+@pytest.mark.parametrize("shape", ["N, N, 12", "?, ?, 12", "N, ?, 12", "12, 12, 12"])
+def test_dimensions_that_are_alike_or_unknown(shape: str) -> None:
+    check(graph(NORM, **_io(shape)), 1, sizes={"0": 2, "1": 3} if "?" in shape else None)
+
+
+def test_an_unknown_dimension_that_is_broadcast() -> None:
+    """x may have one row where the result has many: the op would yield too few."""
+    body = "s = Shape(z) e = Expand(x, s) sq = Mul(x, x) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(e, rt) y = Mul(n, w)"
+    model = graph(body, inputs="float[A, 12] x, float[B, 12] z", outputs="float[B, 12] y")
+    proto, _ = fused(model)
+    feeds = feeds_of(model, sizes={"A": 1, "B": 5})
+    assert run(proto, feeds)[0].shape == (5, 12)
+
+
+def test_large_fixed_sizes_are_proved_in_full() -> None:
+    check(graph(NORM, **_io("8, 2048, 12")), 1)
+
+
+@pytest.mark.parametrize("scale", ["float[12] s", "float[1, 1, 12] s", "float[1] s", "float s"])
+def test_a_scale_that_is_an_activation(scale: str) -> None:
+    body = "sq = Mul(x, x) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, s)"
+    result = check(graph(body, inputs=f"float[N, S, 12] x, {scale}"), 1)
+    assert result.norms[0].scale == "s"
+
+
+def test_a_scale_an_example() -> None:
+    """adaLN and FiLM: the scale varies over the batch, so it stays behind the norm."""
+    body = "sq = Mul(x, x) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) v = Add(s, one) y = Mul(n, v)"
+    result = check(graph(body, inputs="float[N, S, 12] x, float[N, 1, 12] s"), 1)
+    assert result.norms[0].scale == "ones_12"
+
+
+def test_a_learned_scale_and_a_modulation() -> None:
+    body = NORM.replace("y =", "z =") + " v = Add(s, one) m = Mul(z, v) y = Add(m, s)"
+    result = check(graph(body, inputs="float[N, S, 12] x, float[N, 1, 12] s"), 1)
+    assert result.norms[0].scale == "w"
