@@ -15,6 +15,7 @@ from rmsnorm_deploy.fusion.constants import Constants
 from rmsnorm_deploy.fusion.evaluate import attribute
 from rmsnorm_deploy.fusion.imports import import_graph, infer_shapes
 from rmsnorm_deploy.fusion.interpret import Interpreter
+from rmsnorm_deploy.fusion.meaning import Atom
 from rmsnorm_deploy.fusion.prove import Proof, Prover
 from rmsnorm_deploy.fusion.recognise import Candidate, Findings, recognise
 from rmsnorm_deploy.fusion.records import LeftRecord, NormRecord, location_of, module_of
@@ -91,6 +92,8 @@ class _Search:
     def __post_init__(self) -> None:
         self.interpreter = Interpreter(self.constants)
         self.prover = Prover()
+        self._fused: set[ir.Node] = set()  # nodes that a proved norm replaces
+        self._explained: set[Atom] = set()  # statistics that ``left`` has
 
     def visit(self, graph: ir.Graph, around: Set[ir.Graph] = frozenset()) -> None:
         """Search a graph, which lies within the graphs ``around``, and those inside it."""
@@ -104,24 +107,24 @@ class _Search:
 
     def _judge(self, graph: ir.Graph, found: Findings, first: int) -> None:
         """Prove what was found in a graph; ``first`` is where its reductions begin."""
-        reasons = dict(found.reasons.values())
-        explained = set(reasons)
-        fused: set[ir.Node] = set()
         for candidate in found.candidates:
-            proof = self._prove(candidate, fused)
+            proof = self._prove(candidate)
             if isinstance(proof, Proof):
                 self.proved.append((candidate, proof))
             else:
-                reasons[candidate.statistic] = proof
-                self.left.append(_left(candidate.output.producer(), proof))
-                explained.add(candidate.statistic)
-        self.left.extend(_left(value.producer(), reason) for value, (_, reason) in found.reasons.items())
-        for node, atom in self.interpreter.reductions[first:]:
-            if node.graph is graph and node not in fused and atom not in explained:
-                self.left.append(_left(node, reasons.get(atom, NOT_DIVIDED)))
+                self._leave(candidate.output, candidate.statistic, proof)
+        for value, (statistic, reason) in found.reasons.items():
+            self._leave(value, statistic, reason)
+        for node, statistic in self.interpreter.reductions[first:]:
+            if node.graph is graph and node not in self._fused and statistic not in self._explained:
+                self.left.append(_left(node, NOT_DIVIDED))
         self.left.extend(_left(node, LAYER_NORM) for node in graph if _is_layer_norm(node))
 
-    def _prove(self, candidate: Candidate, fused: set[ir.Node]) -> Proof | str:
+    def _leave(self, value: ir.Value, statistic: Atom, reason: str) -> None:
+        self.left.append(_left(value.producer(), reason))
+        self._explained.add(statistic)
+
+    def _prove(self, candidate: Candidate) -> Proof | str:
         if not can_fold(candidate, self.constants):
             return "its scale is a constant expression that is not understood"
         try:
@@ -130,7 +133,7 @@ class _Search:
             return str(error)
         proof = self.prover.prove(region)
         if isinstance(proof, Proof):
-            fused.update(region.nodes)
+            self._fused.update(region.nodes)
         return proof
 
 

@@ -220,8 +220,13 @@ class Interpreter:
         shape = tuple(1 if axis in axes else dim for axis, dim in enumerate(square.shape))
         return atom, Meaning({(atom, layout): 1.0}, shape=shape)
 
+    def _reducible(self, value: ir.Value) -> Meaning:
+        """The meaning of something that is to be reduced, whose shape must be known."""
+        meaning = self.of(value)
+        self.lacks_shapes |= meaning.shape is None
+        return meaning
+
     def _reduce(self, node: ir.Node, square: Meaning, squared: ir.Value | None, *, summed: bool) -> Meaning | None:
-        self.lacks_shapes |= square.shape is None
         axes = self._reduced_axes(node, square.shape)
         found = self._mean_square(node, square, axes, squared) if axes else None
         if found is None or axes is None:
@@ -248,15 +253,15 @@ class Interpreter:
 
     def _reduce_mean(self, node: ir.Node) -> Meaning | None:
         assert node.inputs[0] is not None
-        return self._reduce(node, self.of(node.inputs[0]), self._squared(node.inputs[0]), summed=False)
+        return self._reduce(node, self._reducible(node.inputs[0]), self._squared(node.inputs[0]), summed=False)
 
     def _reduce_sum(self, node: ir.Node) -> Meaning | None:
         assert node.inputs[0] is not None
-        return self._reduce(node, self.of(node.inputs[0]), self._squared(node.inputs[0]), summed=True)
+        return self._reduce(node, self._reducible(node.inputs[0]), self._squared(node.inputs[0]), summed=True)
 
     def _reduce_sum_square(self, node: ir.Node) -> Meaning | None:
         assert node.inputs[0] is not None
-        square = self.of(node.inputs[0]).raised(2)
+        square = self._reducible(node.inputs[0]).raised(2)
         return square and self._reduce(node, square, widest_source(node.inputs[0]), summed=True)
 
     def _reduce_l2(self, node: ir.Node) -> Meaning | None:
@@ -265,7 +270,7 @@ class Interpreter:
 
     def _global_average_pool(self, node: ir.Node) -> Meaning | None:
         assert node.inputs[0] is not None
-        square = self.of(node.inputs[0])
+        square = self._reducible(node.inputs[0])
         axes = tuple(range(2, len(square.shape or ())))
         found = self._mean_square(node, square, axes, self._squared(node.inputs[0]))
         return found[1] if found else None
@@ -338,7 +343,7 @@ class Interpreter:
     def _lp_normalization(self, node: ir.Node) -> Meaning | None:
         x = node.inputs[0]
         assert x is not None
-        m = self.of(x)
+        m = self._reducible(x)
         if attribute(node, "p", 2) != 2 or m.shape is None:
             return None
         return self._normalized(node, x, (attribute(node, "axis", -1) % len(m.shape),), epsilon=0.0, length=True)
@@ -346,7 +351,7 @@ class Interpreter:
     def _rms_normalization(self, node: ir.Node) -> Meaning | None:
         x, scale = node.inputs[0], node.inputs[1]
         assert x is not None
-        m = self.of(x)
+        m = self._reducible(x)
         if m.shape is None:
             return None
         axes = tuple(range(attribute(node, "axis", -1) % len(m.shape), len(m.shape)))

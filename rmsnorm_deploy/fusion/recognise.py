@@ -132,7 +132,7 @@ class _Matcher:
         root_meaning = squared.laid_out(frame, tuple(squared.shape[entry] for entry in frame))
         rest = self.meaning.times(root_meaning, -1.0).times(core, -1.0)
         root = self._root_value(statistic, root_meaning, shape)
-        if any(factor in rest.factors for factor in root_meaning.factors) or root is None:
+        if root is None or any(f in rest.factors for f in root_meaning.factors if not self._is_constant(f[0])):
             return OTHER_TENSOR if frame == sorted(frame) else OTHER_AXES
         if rest.statistics:
             return "another statistic multiplies it"
@@ -152,6 +152,9 @@ class _Matcher:
             if _agree(known.shape, shape) and self._is_there(value):
                 return value
         return None
+
+    def _is_constant(self, atom: Atom) -> bool:
+        return atom.kind == "opaque" and atom.value is not None and self.interpreter.constants.is_constant(atom.value)
 
     def _is_there(self, value: ir.Value) -> bool:
         """Whether a node in the place of this one may use ``value``."""
