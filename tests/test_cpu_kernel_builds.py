@@ -12,16 +12,6 @@ ROOT = Path(__file__).resolve().parent.parent
 CPU = ROOT / "plugins" / "kernels" / "cpu"
 INCLUDE = ["-I", str(CPU.parent)]
 FLAGS = ["-std=c++17", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-ffp-contract=off", "-pthread", *INCLUDE]
-    "-std=c++17",
-    "-Wall",
-    "-Wextra",
-    "-Wshadow",
-    "-Werror",
-    "-ffp-contract=off",
-    "-I",
-    str(CPU.parent),
-    "-pthread",
-]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c", "-Wno-maybe-uninitialized"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 
