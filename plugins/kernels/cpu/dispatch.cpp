@@ -5,6 +5,10 @@
 
 #include <atomic>
 
+#if defined(RMSNORM_CPU_X86)
+#include <cpuid.h>
+#endif
+
 #include "../rms_norm.h"
 #include "rows.h"
 
@@ -20,13 +24,16 @@ struct Isa {
 bool always() { return true; }
 
 #if defined(RMSNORM_CPU_X86)
+// Not among the names that every compiler's __builtin_cpu_supports knows.
+bool has_f16c() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & 1u << 29) != 0;
+}
 bool has_avx512() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("f16c");
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && has_f16c();
 }
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c(); }
 #endif
 
 // Best first.
