@@ -1,4 +1,4 @@
-"""Bamba
+"""Bamba, a Mamba 2 and an attention layer with random weights: 6 norms, of which 1 is over a product with a gate.
 
 python -m rmsnorm_deploy.export export/bamba_tiny.py
 """
@@ -20,5 +20,6 @@ MODEL = TinyModel(
         "mamba_chunk_size": 8,
         "attn_layer_indices": [1],
     },
+    length=20,
 )
 build, inputs, dims, high, engine_profile = MODEL.functions()

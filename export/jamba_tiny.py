@@ -23,5 +23,6 @@ MODEL = TinyModel(
         "use_mamba_kernels": False,
     },
     experts="batched_mm",
+    free_length=False,
 )
 build, inputs, dims, high, engine_profile = MODEL.functions()

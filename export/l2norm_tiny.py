@@ -1,4 +1,4 @@
-"""A causal transformer whose norms are F.normalize(x, dim=-1) * sqrt(width) * gamma, as many PyTorch codebases spell it.
+"""A causal transformer whose norms are F.normalize(x, dim=-1) * sqrt(width) * gamma, a common spelling.
 
     python -m rmsnorm_deploy.export export/l2norm_tiny.py
 
@@ -44,7 +44,8 @@ class Attention(nn.Module):
         """x: [batch, seq, width], the result likewise."""
         batch, seq, width = x.shape
         q, k, v = (
-            part.view(batch, seq, HEADS, width // HEADS).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, dim=-1)
+            part.view(batch, seq, HEADS, width // HEADS).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).chunk(3, dim=-1)
         )
         mixed = F.scaled_dot_product_attention(self.norm_q(q), self.norm_k(k), v, is_causal=True)
         out: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, width))

@@ -1,4 +1,4 @@
-"""LFM2
+"""LFM2, a convolution and an attention layer with random weights: 7 norms, of which 2 are over heads.
 
 python -m rmsnorm_deploy.export export/lfm2_tiny.py
 """

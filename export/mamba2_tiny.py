@@ -26,5 +26,6 @@ MODEL = TinyModel(
         "use_cache": False,
     },
     attention=None,
+    length=20,
 )
 build, inputs, dims, high, engine_profile = MODEL.functions()

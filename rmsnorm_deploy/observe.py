@@ -3,7 +3,7 @@
 A call of a module counts when its result is the formula, in float64, of what went in: y = n * scale with
 n = x / sqrt(mean(x^2) + eps) and a scale that is the same in every row. Rows that happen to have the same size would let
 many things pass (a module that does nothing, behind a norm), so the module is called once more with rows rescaled, and
-must still fit. x may be the first argument, or its product with silu of a gate; the gate may come behind the norm too.
+must still fit. x may be the first argument, or its product with silu of a gate; or the gate comes behind the norm.
 Calls of ``torch.nn.functional.rms_norm`` outside of such modules count as well.
 """
 
@@ -162,6 +162,8 @@ def _misfit(normalized: torch.Tensor, y: torch.Tensor) -> float:
     best = float("inf")
     for kept in {ndim - 1, max(ndim - 2, 1), max(ndim - 3, 1)}:
         axes = [axis for axis in range(ndim - 1) if axis != kept]
+        if y[..., 0].numel() < 2 * (y.shape[kept] if kept < ndim - 1 else 1):
+            continue  # with one row for each scale everything fits
         scale = (normalized * y).sum(axes, keepdim=True) / normalized.square().sum(axes, keepdim=True)
         best = min(best, float(((y - normalized * scale).square().mean().sqrt() / size).nan_to_num(torch.inf)))
     return best

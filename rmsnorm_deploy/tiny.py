@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class TinyModel:
         attention: "sdpa" or "eager"; None leaves it to the model, which may have none.
         experts: "batched_mm" for a mixture of experts, whose loop over the experts has no static graph.
         decoder: whether forward takes decoder_input_ids too.
+        length: of the example sequence.
+        free_length: whether another length may be run; not where PyTorch unrolls a loop over the sequence.
     """
 
     model: str
@@ -50,7 +52,8 @@ class TinyModel:
     attention: str | None = "sdpa"
     experts: str | None = None
     decoder: bool = False
-    seed: int = field(default=0, kw_only=True)
+    length: int = 6
+    free_length: bool = True
 
     def functions(self) -> Functions:
         """The functions of a recipe: build, inputs, dims, high, engine_profile."""
@@ -65,7 +68,7 @@ class TinyModel:
         if self.experts is not None:
             config._experts_implementation = self.experts
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+            torch.manual_seed(0)
             model = getattr(transformers, self.model)(config)
             vary_norms(model)
         return wrap(model)[0]
@@ -73,13 +76,13 @@ class TinyModel:
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """input_ids: int64[batch, seq], and decoder_input_ids: int64[batch, target] where there is a decoder."""
         generator = torch.Generator().manual_seed(1)
-        lengths = (6, 5) if self.decoder else (6,)
+        lengths = (self.length, self.length - 1) if self.decoder else (self.length,)
         return tuple(torch.randint(0, self.settings["vocab_size"], (2, n), generator=generator) for n in lengths), {}
 
     def dims(self) -> dict[str, dict[int, str]]:
-        """Batch and lengths are free."""
+        """Batch and lengths are free, unless the length cannot be."""
         own = {"decoder_input_ids": {0: "batch", 1: "target"}} if self.decoder else {}
-        return {"input_ids": {0: "batch", 1: "seq"}, **own}
+        return {"input_ids": {0: "batch", 1: "seq"} if self.free_length else {0: "batch"}, **own}
 
     def high(self) -> dict[str, int]:
         """Token ids stay below the vocabulary's size."""
@@ -88,7 +91,7 @@ class TinyModel:
     def engine_profile(self) -> dict[str, tuple[int, int, int]]:
         """Sizes a TensorRT engine is tuned for."""
         own = {"target": (1, 16, 256)} if self.decoder else {}
-        return {"batch": (1, 1, 8), "seq": (1, 64, 512), **own}
+        return {"batch": (1, 1, 8), **({"seq": (1, 64, 512)} if self.free_length else {}), **own}
 
 
 def vary_norms(model: nn.Module) -> None:

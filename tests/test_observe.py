@@ -66,6 +66,11 @@ def test_what_is_no_rms_norm_does_not_count(name: str, dtype: torch.dtype) -> No
     assert executed_norms(nn.Sequential(Formula(rms), Formula(OTHERS[name])), (sample(dtype),)) == ["0"]
 
 
+def test_a_single_row_shows_no_norm_in_anything() -> None:
+    assert executed_norms(nn.Sequential(Formula(OTHERS["LayerNorm"])), (sample(torch.float32)[:1],)) == []
+    assert executed_norms(nn.Sequential(Formula(OTHERS["softmax"])), (sample(torch.float32)[:1, :1],)) == []
+
+
 def test_tiny_activations_do_not_make_a_norm_of_anything() -> None:
     """Rows far below a large epsilon are multiplied by a constant, as an identity does it."""
     assert executed_norms(nn.Sequential(Formula(OTHERS["identity"])), (1e-3 * sample(torch.bfloat16),)) == []

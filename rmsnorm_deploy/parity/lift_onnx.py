@@ -70,6 +70,8 @@ class OnnxProgram:
 
     def __init__(self, path: Path) -> None:
         model = ir.from_proto(read_model(path))
+        # an attribute of a call may be a float32 constant of the body: only in place can it be lifted
+        ir.passes.common.InlinePass()(model)
         ir.external_data.set_base_dir(model.graph, path.parent)
         self.inputs = [str(value.name) for value in model.graph.inputs]
         self.outputs = [str(value.name) for value in model.graph.outputs]
