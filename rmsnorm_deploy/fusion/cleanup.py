@@ -37,7 +37,7 @@ def _drop_identities(graph: ir.Graph) -> None:
                 continue
             source.name, output.name = output.name, None
         source.shape = source.shape if source.shape is not None else output.shape
-        source.dtype = source.dtype or output.dtype
+        source.type = source.type if source.type is not None else output.type
         ir.convenience.replace_all_uses_with(output, source, replace_graph_outputs=True)
         graph.remove(node, safe=True)
 

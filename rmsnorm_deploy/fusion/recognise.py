@@ -21,7 +21,6 @@ from rmsnorm_deploy.fusion.meaning import BROADCAST, Atom, Layout, Meaning, Shap
 from rmsnorm_deploy.fusion.values import dtype_of, is_wider, shape_of
 from rmsnorm_deploy.opset import FLOAT_TYPES
 
-
 OTHER_AXES = "the statistic lines up with other axes than those it was taken over"
 OTHER_TENSOR = "its statistic multiplies a tensor other than the one that was squared"
 

@@ -133,8 +133,10 @@ def _is_kept(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
     """Whether a constant takes part in a proof with its own numbers."""
     if not is_fixed(value):
         return False
-    multiplies_a_matrix = tensor.size <= LONGEST_COLUMN and any(use.node.op_type == "MatMul" for use in value.uses())
-    return tensor.size == 1 or multiplies_a_matrix or (value.dtype or tensor.dtype) not in FLOAT_TYPES
+    if tensor.size == 1 or (value.dtype or tensor.dtype) not in FLOAT_TYPES:
+        return True
+    is_column = len(tensor.shape) == 2 and tensor.shape[1] == 1 and tensor.size <= LONGEST_COLUMN
+    return is_column and any(use.node.op_type == "MatMul" for use in value.uses())
 
 
 def extract(candidate: Candidate, numbering: Numbering) -> Region:
