@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.metadata
 import json
+import os
+import platform
 import statistics
 import sys
 import time
@@ -444,12 +447,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def to_json(results: Sequence[CaseResult]) -> dict[str, Any]:
     """All results and what they were measured on, as plain values."""
-    library = ckernel.cpu_library()
     return {
-        "torch": torch.__version__,
-        "isa": library.rmsnorm_cpu_isa().decode() if library else None,
+        "machine": _machine(),
         "cases": [{**asdict(result), "case": result.case._asdict()} for result in results],
     }
+
+
+def _machine() -> dict[str, Any]:
+    library = ckernel.cpu_library()
+    cpu = Path("/proc/cpuinfo")
+    models = [line for line in cpu.read_text().splitlines() if line.startswith("model name")] if cpu.exists() else []
+    return {
+        "cpu": models[0].split(":")[1].strip() if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "load_at_the_end": os.getloadavg()[0],
+        "isa": library.rmsnorm_cpu_isa().decode() if library else None,
+        "torch": torch.__version__,
+        "onnxruntime": _version("onnxruntime"),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _print_result(result: CaseResult) -> None:
