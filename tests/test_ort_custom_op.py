@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -359,3 +360,21 @@ def test_one_binary_runs_on_every_version(library: Path, tmp_path: Path, version
     assert done.stdout.strip().startswith(version)
     for case, path in zip(chosen, paths, strict=True):
         check(case, feeds(case, 77), list(np.load(path + ".out.npz").values()))
+
+
+def test_ops_for_the_cuda_provider_do_not_disturb_the_cpus(library: Path, tmp_path: Path) -> None:
+    """With CUDA kernels beside the library it registers each op twice; a stand-in for them is enough here."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler here for the stand-in")
+    (tmp_path / "stub.c").write_text("int rmsnorm_cuda(const void* args, void* stream) { return args == stream; }\n")
+    stub = tmp_path / f"librmsnorm_deploy_cuda{native.SUFFIX}"
+    subprocess.run([compiler, "-shared", "-fPIC", str(tmp_path / "stub.c"), "-o", str(stub)], check=True)
+    copy = shutil.copy2(library, tmp_path / library.name)
+    case = Case("float16", "float32", bias=True, skip=True)
+    onnx.save(model(case, ["n", 77], [77]), tmp_path / "a.onnx")
+    np.savez(tmp_path / "a.onnx.npz", **feeds(case, 77))
+    command = [sys.executable, "-c", CHILD, str(copy), str(tmp_path / "a.onnx")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    check(case, feeds(case, 77), list(np.load(tmp_path / "a.onnx.out.npz").values()))
