@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,11 @@ class Signature:
     x: ir.DataType
     scale: ir.DataType
     axis: int
+
+
+def can_share_body(a: Signature, b: Signature, opset: int) -> bool:
+    """Whether one body can serve nodes of both signatures: CastLike came with opset 15, axes as an input with 18."""
+    return (opset >= 15 or (a.x, a.scale) == (b.x, b.scale)) and (opset >= 18 or a.axis == b.axis)
 
 
 def variants() -> Iterator[Variant]:
@@ -186,12 +191,13 @@ class _Parts:
         self.variant = variant
         self.stash = int(ir.DataType.DOUBLE if variant.double else ir.DataType.FLOAT)
         self.x_types = {signature.x for signature in signatures}
-        self.mixed_scale = any(signature.scale != signature.x for signature in signatures)
+        self.scale_types = {signature.scale for signature in signatures}
+        self.mixed = any(signature.scale != signature.x for signature in signatures)
         self.last_axis_only = {signature.axis for signature in signatures} == {-1}
         self.axes_input = opset >= 18
         self.axis = min(signature.axis for signature in signatures)
-        if not self.axes_input and len({signature.axis for signature in signatures}) > 1:
-            raise InputError(f"opset {opset} can't hold norms over different numbers of axes: use opset 18 or newer")
+        if not all(can_share_body(a, b, opset) for a, b in combinations(signatures, 2)):
+            raise InputError(f"opset {opset} can't hold these norms in one body: {signatures}; use opset 18 or newer")
         self.used: list[Any] = []
         self.rms = self._script(self._rms())
         self.widen = self._script(self._cast_to_stash(self.x_types == {ir.DataType(self.stash)}))
@@ -266,8 +272,7 @@ class _Parts:
     def _finish(self) -> Callable[..., Any]:
         """From the normalized row in the stash type to Y."""
         op, scale_in_stash = self.op, self._script(self._cast_to_stash(False))
-        to_x = self._script(self._cast_like(self.x_types))
-        to_scale = self._script(self._cast_like(set() if self.mixed_scale else None))
+        to_x, to_scale = self._script(self._to_x()), self._script(self._to_scale())
 
         def _scale_before_cast(n, x, scale):  # type: ignore[no-untyped-def]
             return to_x(op.Mul(n, scale_in_stash(scale)), x)
@@ -285,23 +290,43 @@ class _Parts:
             return _scale_bias_before_cast if self.variant.bias else _scale_before_cast
         return _scale_bias_after_cast if self.variant.bias else _scale_after_cast
 
-    def _cast_like(self, types: set[ir.DataType] | None) -> Callable[..., Any]:
-        """A cast to the second argument's type; ``types`` are those it can have (None: already has it)."""
-        op, stash = self.op, ir.DataType(self.stash)
-        only = int(next(iter(types))) if types is not None and len(types) == 1 else None
+    def _to_x(self) -> Callable[..., Any]:
+        """A cast of a value of the stash type to X's type."""
+        op, only = self.op, int(next(iter(self.x_types)))
 
-        def _like(n, x):  # type: ignore[no-untyped-def]
-            return op.CastLike(n, x)
-
-        def _to_only(n, x):  # type: ignore[no-untyped-def]
+        def _to_x_type(n, x):  # type: ignore[no-untyped-def]
             return op.Cast(n, to=only)
 
-        def _same(n, x):  # type: ignore[no-untyped-def]
+        if len(self.x_types) > 1:
+            return self._like()
+        return self._keep() if only == self.stash else _to_x_type
+
+    def _to_scale(self) -> Callable[..., Any]:
+        """A cast of a value of X's type to the scale's: the same type, or the stash type if that is another."""
+        op, stash = self.op, self.stash
+
+        def _to_stash(n, scale):  # type: ignore[no-untyped-def]
+            return op.Cast(n, to=stash)
+
+        if not self.mixed:
+            return self._keep()
+        return _to_stash if self.scale_types == {ir.DataType(stash)} else self._like()
+
+    def _like(self) -> Callable[..., Any]:
+        op = self.op
+
+        def _cast_like(n, other):  # type: ignore[no-untyped-def]
+            return op.CastLike(n, other)
+
+        return _cast_like
+
+    def _keep(self) -> Callable[..., Any]:
+        op = self.op
+
+        def _same(n, other):  # type: ignore[no-untyped-def]
             return op.Identity(n)
 
-        if types is None or types == {stash}:
-            return _same
-        return _to_only if only is not None else _like
+        return _same
 
 
 def _scalar(value: float, double: bool) -> Any:

@@ -102,6 +102,13 @@ def test_an_opset_is_not_supported(opset: int) -> None:
         np.testing.assert_allclose(run(proto, feeds_of(model))[0], interpret(model, feeds_of(model))[0], rtol=1e-5)
 
 
+def test_an_old_opset_has_one_body_for_norms_over_other_axes() -> None:
+    first = NORM.replace("ReduceMean(sq, last)", "ReduceMean<axes = [-1]>(sq)")
+    second = SECOND.replace("ReduceMean(s2, last)", "ReduceMean<axes = [-2, -1]>(s2)")
+    model = graph(first + second, opset=17, outputs="float[N, 3, 12] y, float[N, 3, 12] z", inputs="float[N, 3, 12] x")
+    check(model, 1, left=("opset 17 can't hold it",))
+
+
 def test_an_old_opset_is_half_converted() -> None:
     model = ir.from_proto(graph(NORM.replace("ReduceMean(sq, last)", "ReduceMean<axes = [-1]>(sq)"), opset=12))
     with pytest.raises(InputError, match="opset is 12"):

@@ -20,9 +20,9 @@ from rmsnorm_deploy.fusion.prove import Proof, Prover
 from rmsnorm_deploy.fusion.recognise import Candidate, Findings, recognise
 from rmsnorm_deploy.fusion.records import LeftRecord, NormRecord, location_of, module_of
 from rmsnorm_deploy.fusion.region import CannotProveError, extract
-from rmsnorm_deploy.fusion.rewrite import Rewriter, attach_functions, can_fold, take_residual_adds
+from rmsnorm_deploy.fusion.rewrite import Rewriter, attach_functions, can_fold, take_residual_adds, variant_of
 from rmsnorm_deploy.fusion.values import shape_of
-from rmsnorm_deploy.opset import MIN_OPSET, is_fused_op
+from rmsnorm_deploy.opset import MIN_OPSET, Signature, Variant, can_share_body, is_fused_op
 
 
 @dataclass
@@ -73,10 +73,11 @@ def _fused(model: ir.Model) -> list[ir.Node]:
 
 def _search(model: ir.Model) -> _Search:
     """Look for norms; a file that says too little about its values has their shapes inferred first."""
-    search = _Search()
+    opset = model.opset_imports[""]
+    search = _Search(opset)
     search.visit(model.graph)
     if search.interpreter.lacks_shapes and infer_shapes(model):
-        search = _Search()
+        search = _Search(opset)
         search.visit(model.graph)
     return search
 
@@ -85,6 +86,7 @@ def _search(model: ir.Model) -> _Search:
 class _Search:
     """Reads all graphs of a model and proves what it finds; changes nothing."""
 
+    opset: int
     constants: Constants = field(default_factory=Constants)
     proved: list[tuple[Candidate, Proof]] = field(default_factory=list)
     left: list[LeftRecord] = field(default_factory=list)
@@ -93,6 +95,7 @@ class _Search:
         self.interpreter = Interpreter(self.constants)
         self.prover = Prover()
         self._fused: set[ir.Node] = set()  # nodes that a proved norm replaces
+        self._signatures: dict[Variant, Signature] = {}
         self._explained: set[Atom] = set()  # statistics that ``left`` has
 
     def visit(self, graph: ir.Graph, around: Set[ir.Graph] = frozenset()) -> None:
@@ -133,8 +136,16 @@ class _Search:
             return str(error)
         proof = self.prover.prove(region)
         if isinstance(proof, Proof):
+            if not self._fits(candidate, proof):
+                return f"opset {self.opset} can't hold it beside the norms before it: convert the model to 18 or newer"
             self._fused.update(region.nodes)
         return proof
+
+    def _fits(self, candidate: Candidate, proof: Proof) -> bool:
+        """Whether one function body can serve this norm and those of its name before it."""
+        signature = Signature(proof.plan.x_type, proof.plan.scale_type, -len(candidate.axes))
+        first = self._signatures.setdefault(variant_of(candidate, proof.plan), signature)
+        return can_share_body(first, signature, self.opset)
 
 
 LAYER_NORM = "LayerNormalization subtracts the mean: not an RMSNorm"

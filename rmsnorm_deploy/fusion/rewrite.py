@@ -164,13 +164,17 @@ class Rewriter:
         return candidate
 
 
-def _norm_node(candidate: Candidate, plan: Plan, inputs: list[ir.Value], name: str) -> ir.Node:
-    variant = Variant(
+def variant_of(candidate: Candidate, plan: Plan) -> Variant:
+    """The op that stands in for a candidate, before any residual add is taken into it."""
+    return Variant(
         mode=candidate.epsilon_mode,
         bias=candidate.bias is not None,
         before_cast=plan.scale_order == "before_cast",
         double=plan.stash_type == ir.DataType.DOUBLE,
     )
+
+
+def _norm_node(candidate: Candidate, plan: Plan, inputs: list[ir.Value], name: str) -> ir.Node:
     epsilon, low = split_epsilon(candidate.epsilon)
     attributes = node_attributes(
         axis=-len(candidate.axes),
@@ -180,7 +184,7 @@ def _norm_node(candidate: Candidate, plan: Plan, inputs: list[ir.Value], name: s
         scale_order=plan.scale_order,
         stash_type=int(plan.stash_type),
     )
-    return ir.Node(DOMAIN, variant.name, inputs, attributes, name=name)
+    return ir.Node(DOMAIN, variant_of(candidate, plan).name, inputs, attributes, name=name)
 
 
 def _constant_name(role: str, array: Array, candidate: Candidate) -> str:
