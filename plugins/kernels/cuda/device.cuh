@@ -88,6 +88,13 @@ RMSNORM_DEVICE void block_barrier() { __syncthreads(); }
 // Clusters and early starts exist from sm_90; a launch elsewhere never asks for them. The barriers are not the
 // "aligned" ones: a warp's lanes may come from different branches.
 
+// Says that this block has started; it has written nothing yet that another would have to see.
+RMSNORM_DEVICE void cluster_arrive_started() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
+
 RMSNORM_DEVICE void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
@@ -130,23 +137,39 @@ RMSNORM_DEVICE float half_to_float(uint16_t raw) { return __half2float(__ushort_
 RMSNORM_DEVICE uint16_t float_to_half(float value) { return __half_as_ushort(__float2half_rn(value)); }
 RMSNORM_DEVICE uint16_t float_to_bfloat(float value) { return __bfloat16_as_ushort(__float2bfloat16_rn(value)); }
 
-RMSNORM_DEVICE uint32_t floats_to_half2(float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
+// Two at a time, each rounded on its own.
+RMSNORM_DEVICE __half2 as_half2(uint32_t raw) {
+  return __halves2half2(__ushort_as_half(static_cast<uint16_t>(raw & 0xffffu)),
+                        __ushort_as_half(static_cast<uint16_t>(raw >> 16)));
+}
+RMSNORM_DEVICE uint32_t bits_of(__half2 pair) {
   return static_cast<uint32_t>(__half_as_ushort(__low2half(pair))) |
          (static_cast<uint32_t>(__half_as_ushort(__high2half(pair))) << 16);
 }
-
-RMSNORM_DEVICE uint32_t floats_to_bfloat2(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+RMSNORM_DEVICE __nv_bfloat162 as_bfloat2(uint32_t raw) {
+  return __halves2bfloat162(__ushort_as_bfloat16(static_cast<uint16_t>(raw & 0xffffu)),
+                            __ushort_as_bfloat16(static_cast<uint16_t>(raw >> 16)));
+}
+RMSNORM_DEVICE uint32_t bits_of(__nv_bfloat162 pair) {
   return static_cast<uint32_t>(__bfloat16_as_ushort(__low2bfloat16(pair))) |
          (static_cast<uint32_t>(__bfloat16_as_ushort(__high2bfloat16(pair))) << 16);
+}
+RMSNORM_DEVICE uint32_t floats_to_half2(float low, float high) { return bits_of(__floats2half2_rn(low, high)); }
+RMSNORM_DEVICE uint32_t multiply_half2(uint32_t a, uint32_t b) { return bits_of(__hmul2_rn(as_half2(a), as_half2(b))); }
+RMSNORM_DEVICE uint32_t add_half2(uint32_t a, uint32_t b) { return bits_of(__hadd2_rn(as_half2(a), as_half2(b))); }
+RMSNORM_DEVICE uint32_t floats_to_bfloat2(float low, float high) { return bits_of(__floats2bfloat162_rn(low, high)); }
+RMSNORM_DEVICE uint32_t multiply_bfloat2(uint32_t a, uint32_t b) {
+  return bits_of(__hmul2_rn(as_bfloat2(a), as_bfloat2(b)));
+}
+RMSNORM_DEVICE uint32_t add_bfloat2(uint32_t a, uint32_t b) {
+  return bits_of(__hadd2_rn(as_bfloat2(a), as_bfloat2(b)));
 }
 
 // Rounded on their own: the compiler may not contract them into a fused multiply-add.
 RMSNORM_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 RMSNORM_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
 RMSNORM_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-RMSNORM_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
+RMSNORM_DEVICE float reciprocal(float a) { return __frcp_rn(a); }
 RMSNORM_DEVICE float square_root(float a) { return __fsqrt_rn(a); }
 
 }  // namespace rmsnorm

@@ -42,16 +42,18 @@ struct KernelArgs {
   int64_t y_step;
   int64_t sum_step;
   int64_t rows;
-  int64_t vectors;  // in a row
-  float width;      // elements in a row
+  int64_t vectors;         // in a row
+  float reciprocal_width;  // 1 / elements in a row
   float eps;
   EpsMode eps_mode;
   int32_t scale_is_one_element;
   int32_t bias_is_one_element;
-  int32_t lanes;       // threads of a block that share a row
-  int32_t lane_shift;  // log2(lanes) up to a warp; 31 where the whole block has one row
-  int32_t cluster;     // blocks that share a row
-  int32_t kept;        // kLong: vectors a thread keeps in shared memory
+  int32_t eps_is_tiny;  // a divisor may be below float32's normal numbers
+  int32_t lanes;        // threads of a block that share a row
+  int32_t lane_shift;   // log2(lanes) up to a warp; 31 where the whole block has one row
+  int32_t cluster;      // blocks that share a row, a power of two
+  int32_t cluster_shift;
+  int32_t kept;  // kLong: vectors a thread keeps in shared memory
 };
 
 }  // namespace rmsnorm

@@ -54,8 +54,8 @@ RMSNORM_DEVICE Place place_of(const KernelArgs& args) {
   const int thread = static_cast<int>(threadIdx.x);
   place.slot = thread >> args.lane_shift;
   place.lane = thread & static_cast<int>((1u << args.lane_shift) - 1u);
-  place.rank = static_cast<int>(blockIdx.x) % args.cluster;
-  place.stride = args.lanes * args.cluster;
+  place.rank = static_cast<int>(blockIdx.x) & (args.cluster - 1);
+  place.stride = args.lanes << args.cluster_shift;
   place.column0 = place.rank * args.lanes + place.lane;
   return place;
 }
@@ -84,19 +84,19 @@ RMSNORM_DEVICE float row_sum(float value, const KernelArgs& args, const Place& p
     cluster_wait();
   }
   float total = 0.0f;
-  for (int i = lane; i < warps * args.cluster; i += 32) total += bits_to_float(load_shared<4>(base + 4 * i).word[0]);
+  const int partials = warps << args.cluster_shift;
+#pragma unroll 1
+  for (int i = lane; i < partials; i += 32) total += bits_to_float(load_shared<4>(base + 4 * i).word[0]);
   return warp_sum(total, 32);
 }
 
-// What a row's elements are multiplied by: n = x * factor * lift. A reciprocal of a subnormal overflows where the
-// quotient need not, so such a divisor is lifted out of that range first; otherwise `lift` is 1.
-struct Scaling {
-  float factor;
-  float lift;
-};
+// What a row's elements are multiplied by: n = x * factor, or x * kLift * factor where the launch says that eps is
+// tiny: a reciprocal of a subnormal overflows where the quotient need not, so the divisor is lifted out of that range,
+// and x with it (if that overflows, so does the quotient).
+constexpr float kLift = 0x1p64f;
 
-RMSNORM_DEVICE Scaling scaling_of(float sum, const KernelArgs& args) {
-  const float mean = divide(sum, args.width);
+RMSNORM_DEVICE float factor_of(float sum, const KernelArgs& args) {
+  const float mean = multiply(sum, args.reciprocal_width);
   float root;
   if (args.eps_mode == EpsMode::kInside) {
     root = square_root(add(mean, args.eps));
@@ -108,15 +108,13 @@ RMSNORM_DEVICE Scaling scaling_of(float sum, const KernelArgs& args) {
       root = args.eps;
     }
   }
-  constexpr float kLift = 0x1p64f;
-  const bool tiny = root > 0.0f && root < 0x1p-126f;
-  return Scaling{divide(1.0f, tiny ? root * kLift : root), tiny ? kLift : 1.0f};
+  return reciprocal(args.eps_is_tiny != 0 ? multiply(root, kLift) : root);
 }
 
+// y of one element.
 template <class V>
-RMSNORM_DEVICE float output_of(float x, const Scaling& scaling, float scale, float bias) {
+RMSNORM_DEVICE float output_of(float normalized, float scale, float bias) {
   using Y = typename OutputOf<V>::Type;
-  const float normalized = multiply(multiply(x, scaling.factor), scaling.lift);
   if constexpr (V::kOrder == ScaleOrder::kBeforeCast) {
     const float product = multiply(normalized, scale);
     return V::kBias ? add(product, bias) : product;
@@ -168,19 +166,40 @@ RMSNORM_DEVICE float squares(const Pack<T, VEC>& x, float total) {
   return total;
 }
 
+// Whether a product of two elements can be had in their own type, two at a time: it is rounded once either way.
+template <class V, int VEC>
+constexpr bool kPaired = VEC > 1 && V::T::kBytes == 2 && V::U::kBytes == 2 && V::kOrder == ScaleOrder::kAfterCast;
+
 template <class V, int VEC>
 RMSNORM_DEVICE void store_output(char* to, const Pack<typename V::T, VEC>& x, const Pack<typename V::U, VEC>& scale,
-                                 const Pack<typename V::U, VEC>& bias, const Scaling& scaling) {
+                                 const Pack<typename V::U, VEC>& bias, float factor, const KernelArgs& args) {
+  using T = typename V::T;
   using Y = typename OutputOf<V>::Type;
   float values[VEC];
-  float scales[VEC];
-  float biases[VEC] = {};
-  unpack<typename V::T, VEC>(x, values);
-  unpack<typename V::U, VEC>(scale, scales);
-  if constexpr (V::kBias) unpack<typename V::U, VEC>(bias, biases);
+  unpack<T, VEC>(x, values);
+  if (args.eps_is_tiny != 0) {
 #pragma unroll
-  for (int i = 0; i < VEC; ++i) values[i] = output_of<V>(values[i], scaling, scales[i], biases[i]);
-  store_global<VEC * Y::kBytes>(to, pack<Y, VEC>(values), Site::kY);
+    for (int i = 0; i < VEC; ++i) values[i] = multiply(values[i], kLift);
+  }
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) values[i] = multiply(values[i], factor);
+  if constexpr (kPaired<V, VEC>) {
+    Pack<T, VEC> out = pack<T, VEC>(values);
+#pragma unroll
+    for (int i = 0; i < VEC / 2; ++i) {
+      out.word[i] = T::multiply2(out.word[i], scale.word[i]);
+      if constexpr (V::kBias) out.word[i] = T::add2(out.word[i], bias.word[i]);
+    }
+    store_global<VEC * T::kBytes>(to, out, Site::kY);
+  } else {
+    float scales[VEC];
+    float biases[VEC] = {};
+    unpack<typename V::U, VEC>(scale, scales);
+    if constexpr (V::kBias) unpack<typename V::U, VEC>(bias, biases);
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) values[i] = output_of<V>(values[i], scales[i], biases[i]);
+    store_global<VEC * Y::kBytes>(to, pack<Y, VEC>(values), Site::kY);
+  }
 }
 
 // A thread's N vectors of a row; what lies beyond the row is zero and adds nothing to the sum of squares.
@@ -214,7 +233,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) resident_kernel(const __grid_c
   using Y = typename OutputOf<V>::Type;
   const Place place = place_of(args);
   const int vectors = static_cast<int>(args.vectors);
-  if (args.cluster > 1) cluster_arrive();
+  if (args.cluster > 1) cluster_arrive_started();
   wait_for_previous_kernel();
   let_next_kernel_start();
 
@@ -223,7 +242,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) resident_kernel(const __grid_c
   const float scale0 = everywhere<U>(args.scale, one_scale, 1.0f, Site::kScale);
   const float bias0 = V::kBias ? everywhere<U>(args.bias, one_bias, 0.0f, Site::kBias) : 0.0f;
   Pack<U, VEC> scale[N];
-  Pack<U, VEC> bias[V::kBias ? N : 1];
+  Pack<U, VEC> bias[V::kBias ? N : 1] = {};
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const int column = place.column0 + i * place.stride;
@@ -234,8 +253,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) resident_kernel(const __grid_c
   }
 
   const int slots = args.lanes <= 32 ? static_cast<int>(blockDim.x) >> args.lane_shift : 1;
-  const int64_t step = static_cast<int64_t>(gridDim.x / static_cast<unsigned>(args.cluster)) * (slots * ROWS);
-  int64_t first = static_cast<int64_t>(blockIdx.x / static_cast<unsigned>(args.cluster)) * (slots * ROWS);
+  const int64_t step = static_cast<int64_t>(gridDim.x >> args.cluster_shift) * (slots * ROWS);
+  int64_t first = static_cast<int64_t>(blockIdx.x >> args.cluster_shift) * (slots * ROWS);
   // The loop is the same for all threads of a block, so that barriers and shuffles meet; `limit` guards the memory.
   for (int turn = 0; first < args.rows; first += step, ++turn) {
     const int64_t row0 = first + place.slot;
@@ -279,14 +298,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1) resident_kernel(const __grid_c
     }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      const Scaling scaling = scaling_of(total[r], args);
+      const float factor = factor_of(total[r], args);
       char* const y_row = args.y + (row0 + r * slots) * args.y_step;
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         const int column = place.column0 + i * place.stride;
         if (column < limit[r]) {
           store_output<V, VEC>(y_row + int64_t{column} * (VEC * Y::kBytes), x[r][i], scale[i], bias[V::kBias ? i : 0],
-                               scaling);
+                               factor, args);
         }
       }
     }
@@ -303,7 +322,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) long_kernel(const __grid_const
   constexpr int kBytes = VEC * T::kBytes;
   constexpr int kU = kLongUnroll;
   const Place place = place_of(args);
-  if (args.cluster > 1) cluster_arrive();
+  if (args.cluster > 1) cluster_arrive_started();
   wait_for_previous_kernel();
   let_next_kernel_start();
 
@@ -312,8 +331,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) long_kernel(const __grid_const
   const float scale0 = everywhere<U>(args.scale, one_scale, 1.0f, Site::kScale);
   const float bias0 = V::kBias ? everywhere<U>(args.bias, one_bias, 0.0f, Site::kBias) : 0.0f;
   const int shelf = kPartialBytes + place.lane * kBytes;
-  const int64_t step = gridDim.x / static_cast<unsigned>(args.cluster);
-  int64_t row = blockIdx.x / static_cast<unsigned>(args.cluster);
+  const int64_t step = gridDim.x >> args.cluster_shift;
+  int64_t row = blockIdx.x >> args.cluster_shift;
   for (int turn = 0; row < args.rows; row += step, ++turn) {
     const char* const x_row = args.x + row * args.x_step;
     const char* const skip_row = V::kSkip ? args.skip + row * args.skip_step : nullptr;
@@ -363,7 +382,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) long_kernel(const __grid_const
       }
     };
     load_scale(0);
-    const Scaling scaling = scaling_of(row_sum(total, args, place, turn), args);
+    const float factor = factor_of(row_sum(total, args, place, turn), args);
     char* const y_row = args.y + row * args.y_step;
     for (int k = 0; place.column0 + int64_t{k} * place.stride < args.vectors; k += kU) {
       Pack<T, VEC> x[kU];
@@ -390,7 +409,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) long_kernel(const __grid_const
         if (column < args.vectors) {
           Pack<U, VEC> bias{};
           if constexpr (V::kBias) bias = parameter_at<U, VEC>(args.bias, one_bias, bias0, column, Site::kBias);
-          store_output<V, VEC>(y_row + column * (VEC * Y::kBytes), x[i], scale[i], bias, scaling);
+          store_output<V, VEC>(y_row + column * (VEC * Y::kBytes), x[i], scale[i], bias, factor, args);
         }
       }
     }

@@ -57,14 +57,17 @@ KernelArgs kernel_args_of(const rmsnorm_args& args, const Problem& problem, cons
   out.sum_step = args.sum_stride * x_bytes;
   out.rows = args.rows;
   out.vectors = problem.aligned ? args.width * x_bytes / 16 : args.width;
-  out.width = static_cast<float>(args.width);
+  out.reciprocal_width = static_cast<float>(1.0 / static_cast<double>(args.width));
   out.eps = static_cast<float>(args.eps);
   out.eps_mode = static_cast<EpsMode>(args.eps_mode);
   out.scale_is_one_element = args.scale != nullptr && args.scale_count == 1 ? 1 : 0;
   out.bias_is_one_element = args.bias != nullptr && args.bias_count == 1 ? 1 : 0;
+  // Inside the root even the least eps gives a normal number.
+  out.eps_is_tiny = args.eps_mode != RMSNORM_EPS_INSIDE && out.eps > 0.0F && out.eps < 0x1p-126F ? 1 : 0;
   out.lanes = launch.lanes;
   out.lane_shift = launch.lanes <= 32 ? shift_of(launch.lanes) : 31;
   out.cluster = launch.cluster;
+  out.cluster_shift = shift_of(launch.cluster);
   out.kept = launch.kept;
   return out;
 }

@@ -20,6 +20,8 @@ struct F16 {
   static RMSNORM_DEVICE float up(Raw raw) { return half_to_float(raw); }
   static RMSNORM_DEVICE Raw down(float value) { return float_to_half(value); }
   static RMSNORM_DEVICE uint32_t down2(float low, float high) { return floats_to_half2(low, high); }
+  static RMSNORM_DEVICE uint32_t multiply2(uint32_t a, uint32_t b) { return multiply_half2(a, b); }
+  static RMSNORM_DEVICE uint32_t add2(uint32_t a, uint32_t b) { return add_half2(a, b); }
 };
 
 struct BF16 {
@@ -29,6 +31,8 @@ struct BF16 {
   static RMSNORM_DEVICE float up(Raw raw) { return bits_to_float(static_cast<uint32_t>(raw) << 16); }
   static RMSNORM_DEVICE Raw down(float value) { return float_to_bfloat(value); }
   static RMSNORM_DEVICE uint32_t down2(float low, float high) { return floats_to_bfloat2(low, high); }
+  static RMSNORM_DEVICE uint32_t multiply2(uint32_t a, uint32_t b) { return multiply_bfloat2(a, b); }
+  static RMSNORM_DEVICE uint32_t add2(uint32_t a, uint32_t b) { return add_bfloat2(a, b); }
 };
 
 // `value` rounded to T: what a store to T and a load back would give.

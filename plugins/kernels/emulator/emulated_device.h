@@ -91,6 +91,7 @@ void store_shared(int offset, const Bits<BYTES>& bits) {
 inline void store_shared_of(int rank, int offset, float value) { emulator::write_shared(rank, offset, &value, 4); }
 inline float shuffle_xor(float value, int mask) { return emulator::exchange(value, mask); }
 inline void block_barrier() { emulator::block_barrier(); }
+inline void cluster_arrive_started() { emulator::cluster_arrive(); }
 inline void cluster_arrive() { emulator::cluster_arrive(); }
 inline void cluster_wait() { emulator::cluster_wait(); }
 inline void wait_for_previous_kernel() {}
@@ -116,11 +117,30 @@ inline uint32_t floats_to_bfloat2(float low, float high) {
   return static_cast<uint32_t>(float_to_bfloat(low)) | (static_cast<uint32_t>(float_to_bfloat(high)) << 16);
 }
 
+inline uint32_t multiply_half2(uint32_t a, uint32_t b) {
+  return floats_to_half2(
+      emulator::half_to(static_cast<uint16_t>(a)) * emulator::half_to(static_cast<uint16_t>(b)),
+      emulator::half_to(static_cast<uint16_t>(a >> 16)) * emulator::half_to(static_cast<uint16_t>(b >> 16)));
+}
+inline uint32_t add_half2(uint32_t a, uint32_t b) {
+  return floats_to_half2(
+      emulator::half_to(static_cast<uint16_t>(a)) + emulator::half_to(static_cast<uint16_t>(b)),
+      emulator::half_to(static_cast<uint16_t>(a >> 16)) + emulator::half_to(static_cast<uint16_t>(b >> 16)));
+}
+inline uint32_t multiply_bfloat2(uint32_t a, uint32_t b) {
+  return floats_to_bfloat2(bits_to_float(a << 16) * bits_to_float(b << 16),
+                           bits_to_float(a & 0xffff0000u) * bits_to_float(b & 0xffff0000u));
+}
+inline uint32_t add_bfloat2(uint32_t a, uint32_t b) {
+  return floats_to_bfloat2(bits_to_float(a << 16) + bits_to_float(b << 16),
+                           bits_to_float(a & 0xffff0000u) + bits_to_float(b & 0xffff0000u));
+}
+
 // The emulator is compiled without contraction, so each of these rounds on its own, as on the device.
 inline float multiply(float a, float b) { return a * b; }
 inline float add(float a, float b) { return a + b; }
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
-inline float divide(float a, float b) { return a / b; }
+inline float reciprocal(float a) { return 1.0f / a; }
 inline float square_root(float a) { return std::sqrt(a); }
 
 }  // namespace rmsnorm
