@@ -67,6 +67,7 @@ class DiT(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.final_norm = nn.RMSNorm(WIDTH, eps=1e-6)
         self.out = nn.Linear(WIDTH, PATCH)
+        self.frequencies: torch.Tensor
         self.register_buffer("frequencies", torch.exp(-math.log(1e4) * torch.arange(WIDTH // 2) / (WIDTH // 2)))
 
     def forward(self, patches: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:

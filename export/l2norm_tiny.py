@@ -22,12 +22,13 @@ class RMSNorm(nn.Module):
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.scale = shape[-1] ** 0.5
+        self.scale = float(shape[-1]) ** 0.5
         self.gamma = nn.Parameter(torch.ones(shape))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., width], the result likewise."""
-        return F.normalize(x, dim=-1) * self.scale * self.gamma
+        out: torch.Tensor = F.normalize(x, dim=-1) * self.scale * self.gamma
+        return out
 
 
 class Attention(nn.Module):

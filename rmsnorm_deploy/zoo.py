@@ -1,10 +1,10 @@
 """The zoo: models of many families, exported and judged by what PyTorch itself executes and by float64.
 
 For each family and dtype: the recipe in export/ is exported with dynamic batch and sequence; the RMSNorms that PyTorch
-executes are counted on a run (rmsnorm_deploy/observe.py) and held against the fused call sites; the file is run by stock
-ONNX Runtime, without our kernels, at two other sizes, and judged as parity judges it. Where ONNX Runtime has no kernel
-for a dtype, the evaluator of the onnx package runs the file in that very dtype instead. In both cases the graph is run in
-float64 before and after fusing as well, which shows anything but rounding.
+executes are counted on a run (rmsnorm_deploy/observe.py) and held against the fused call sites; stock ONNX Runtime,
+without our kernels, runs the file at two other sizes, and is judged as parity judges it. Where ONNX Runtime has no
+kernel for bfloat16, the evaluator of the onnx package runs the file in that very dtype instead. In both cases the graph
+before fusing and the fused one are run in float64 as well, which shows anything but rounding.
 """
 
 from __future__ import annotations
@@ -253,20 +253,34 @@ class _Judge:
         return result
 
     def _graph_error(self) -> float:
-        """Between the graph before and after fusing, with every float lifted to float64: what is left is no rounding."""
+        """Between the graph before fusing and after it, both with every float lifted: what is left is no rounding."""
         import numpy as np
 
         from rmsnorm_deploy.parity.lift_onnx import OnnxProgram
         from rmsnorm_deploy.parity.ulp import row_scale
 
-        assert self.bundle.reference_path is not None
-        before, after = OnnxProgram(self.bundle.reference_path), OnnxProgram(self.bundle.model_path)
+        before, after = OnnxProgram(self._before()), OnnxProgram(self.bundle.model_path)
         worst = 0.0
         for sample in self.samples:
             for want, got in zip(before.run(sample.feeds), after.run(sample.feeds), strict=True):
                 error = np.abs(got - want) / np.maximum(row_scale(want), np.finfo(np.float64).tiny)
                 worst = max(worst, float(np.max(error, initial=0.0)))
         return worst
+
+    def _before(self) -> Path:
+        """The unfused graph with its constants folded in their own dtype, as the fused one's are."""
+        import onnx_ir as ir
+
+        from rmsnorm_deploy.fusion.cleanup import clean_up
+        from rmsnorm_deploy.fusion.imports import import_graph
+
+        assert self.bundle.reference_path is not None
+        model = ir.load(self.bundle.reference_path)
+        import_graph(model)
+        clean_up(model)
+        path = self.bundle.path.parent / "before.onnx"
+        path.write_bytes(ir.to_proto(model).SerializeToString())
+        return path
 
 
 def _severity(verdict: str) -> int:

@@ -10,7 +10,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,25 +39,29 @@ examples:
   python -m rmsnorm_deploy.export weights.safetensors --recipe export/llama_tiny.py --precision fp16"""
 
 
-class _Parser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
     """argparse with one line for an error, and no usage text in front of it."""
 
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; see python -m rmsnorm_deploy.export --help")
+        raise InputError(f"{message}; see {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status and prints errors as ``error: ...`` on stderr."""
+    return run_command(argv, lambda arguments: _export(parse(arguments)))
+
+
+def run_command(argv: Sequence[str] | None, command: Callable[[list[str]], int]) -> int:
+    """The exit status of ``command``; whatever goes wrong in it becomes one line on stderr and a status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     try:
-        options = parse(arguments)
         _quiet(debug)
-        return _export(options)
+        return command(arguments)
     except DeployError as error:
         return _fail(str(error), error.exit_code, debug)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing was left behind under the bundle's name", EXIT_INTERRUPTED, debug)
+        return _fail("interrupted; nothing half-written was left behind", EXIT_INTERRUPTED, debug)
     except Exception as error:  # the last resort: a fault here must still be one line and a status
         hint = "" if debug else "; run again with --debug for the traceback"
         return _fail(f"internal fault, {type(error).__name__}: {_one_line(str(error))[:300]}{hint}", EXIT_FAULT, debug)
@@ -73,7 +77,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def parser() -> argparse.ArgumentParser:
     """The options of the command."""
-    made = _Parser(
+    made = OneLineParser(
         prog="python -m rmsnorm_deploy.export",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -81,18 +85,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     made.add_argument("model", metavar="MODEL", type=Path, help="what to export")
-    source = made.add_argument_group("what the model is")
-    source.add_argument("--recipe", metavar="FILE.py", type=Path, help="builds the model of a state dict; gives inputs")
-    source.add_argument("--import", metavar="FILE.py", dest="imports", action="append", default=[], type=Path,
-                        help="run this file and allow its classes in a pickled model; may be repeated")  # fmt: skip
-    source.add_argument("--allow-class", metavar="MOD.CLASS", dest="allow_classes", action="append", default=[],
-                        help="allow this class (or MOD.*) in a pickled model; may be repeated")  # fmt: skip
-    source.add_argument("--state-key", metavar="KEY", help="which entry of a checkpoint holds the weights")
-    source.add_argument("--input", metavar="SPEC", dest="inputs", action="append", default=[],
-                        help="an input, as x=float32[batch,seq,64] or ids=int64[batch,seq]:32000 (values below 32000) "
-                        "or scale=0.5; names of dims are dynamic; may be repeated")  # fmt: skip
-    source.add_argument("--dim", metavar="NAME=MIN:MAX", dest="dims", action="append", default=[],
-                        help="the sizes a named dim may have, as batch=1:32 or seq=1:; may be repeated")  # fmt: skip
+    add_source_options(made)
     result = made.add_argument_group("what to make of it")
     result.add_argument("--precision", choices=PRECISIONS, default="keep", help="dtype of weights and activations")
     result.add_argument("--opset", type=int, default=18, help="ONNX opset of the model (default 18)")
@@ -105,6 +98,22 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--debug", action="store_true", help="show warnings, and the traceback of an error")
     made.add_argument("--version", action="version", version=f"rmsnorm_deploy {__version__}")
     return made
+
+
+def add_source_options(parser: argparse.ArgumentParser) -> None:
+    """The options that say what MODEL is, with the names of `load_source`'s arguments."""
+    source = parser.add_argument_group("what the model is")
+    source.add_argument("--recipe", metavar="FILE.py", type=Path, help="builds the model of a state dict; gives inputs")
+    source.add_argument("--import", metavar="FILE.py", dest="imports", action="append", default=[], type=Path,
+                        help="run this file and allow its classes in a pickled model; may be repeated")  # fmt: skip
+    source.add_argument("--allow-class", metavar="MOD.CLASS", dest="allow_classes", action="append", default=[],
+                        help="allow this class (or MOD.*) in a pickled model; may be repeated")  # fmt: skip
+    source.add_argument("--state-key", metavar="KEY", help="which entry of a checkpoint holds the weights")
+    source.add_argument("--input", metavar="SPEC", dest="inputs", action="append", default=[],
+                        help="an input, as x=float32[batch,seq,64] or ids=int64[batch,seq]:32000 (values below 32000) "
+                        "or scale=0.5; names of dims are dynamic; may be repeated")  # fmt: skip
+    source.add_argument("--dim", metavar="NAME=MIN:MAX", dest="dims", action="append", default=[],
+                        help="the sizes a named dim may have, as batch=1:32 or seq=1:; may be repeated")  # fmt: skip
 
 
 def default_out(model: Path) -> Path:

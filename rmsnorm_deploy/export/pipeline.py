@@ -101,7 +101,7 @@ def run(source: Source, options: Options, progress: Progress) -> Bundle:
     Raises:
         InputError: the source or the options stand in the way; nothing is left under the bundle's name.
     """
-    source = _in_precision(source, options.precision)
+    source = in_precision(source, options.precision)
     with new_bundle(options.out_dir, replace=options.force) as folder:
         with progress("trace"):
             traced = trace(source, options.opset)
@@ -124,7 +124,8 @@ def run(source: Source, options: Options, progress: Progress) -> Bundle:
     return bundle
 
 
-def _in_precision(source: Source, precision: str) -> Source:
+def in_precision(source: Source, precision: str) -> Source:
+    """The source with its module and example inputs in another dtype; InputError where the dtype is built in."""
     if precision == "keep":
         return source
     if source.kind != "module":

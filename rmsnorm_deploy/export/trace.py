@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.export.example import grown
 from rmsnorm_deploy.export.foreign import from_onnx, from_torchscript
+from rmsnorm_deploy.export.lower import lower
 from rmsnorm_deploy.export.naming import (
     call_leaves,
     name_dims,
@@ -160,6 +161,7 @@ def _from_program(program: torch.export.ExportedProgram, source: Source, opset: 
     if got != opset:
         raise InputError(f"opset {opset} was asked for and PyTorch's exporter wrote {got}: give --opset {got}")
     merge_tied(model)
+    lower(model)
     _set_traces_aside(model)
     parameters = _parameters(program, source)
     leaves = call_leaves(program, parameters)

@@ -1,0 +1,121 @@
+"""The command line of inspect."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rmsnorm_deploy import __version__
+from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, InputError
+from rmsnorm_deploy.export.cli import PRECISIONS, OneLineParser, add_source_options, run_command
+from rmsnorm_deploy.export.progress import Progress
+
+_DESCRIPTION = """\
+Print every RMSNorm of a model (its name and place in the source, variant, axes, eps, scale, whether the residual add in
+front is taken along, and the proof) and every look-alike with the reason it was left. Nothing is written.
+
+MODEL is a bundle, an ONNX file, or anything python -m rmsnorm_deploy.export takes: that is traced in memory."""
+_EPILOG = """\
+exit status: 0 all right, 1 the zoo has an unfused norm or a wrong value, 2 bad input or usage,
+70 a fault of this program (--debug shows where)
+
+examples:
+  python -m rmsnorm_deploy.inspect model.onnx
+  python -m rmsnorm_deploy.inspect block.pt --recipe export/transformer_block.py --precision fp16
+  python -m rmsnorm_deploy.inspect --zoo --family Llama --family "Gemma 3" --dtype bf16"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status and prints errors as ``error: ...`` on stderr."""
+    return run_command(argv, lambda arguments: _inspect(parse(arguments)))
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options; InputError for a wrong one."""
+    options = parser().parse_args(argv)
+    if options.zoo == (options.model is not None):
+        raise InputError("give MODEL, or --zoo without one; see python -m rmsnorm_deploy.inspect --help")
+    zoo_only = [name for name in ("family", "dtype", "markdown") if getattr(options, name)]
+    if zoo_only and not options.zoo:
+        raise InputError(f"--{zoo_only[0]} goes with --zoo")
+    return options
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = OneLineParser(
+        prog="python -m rmsnorm_deploy.inspect",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("model", metavar="MODEL", type=Path, nargs="?", help="what to look at")
+    add_source_options(made)
+    made.add_argument("--precision", choices=PRECISIONS, default="keep", help="dtype of weights and activations")
+    made.add_argument("--opset", type=int, default=18, help="ONNX opset to trace to (default 18)")
+    zoo = made.add_argument_group("the zoo: models of many families, exported and judged")
+    zoo.add_argument("--zoo", action="store_true", help="run the zoo (minutes)")
+    zoo.add_argument("--family", action="append", default=[], help="this family only; may be repeated")
+    zoo.add_argument("--dtype", action="append", default=[], help="fp32, fp16 or bf16 only; may be repeated")
+    zoo.add_argument("--markdown", action="store_true", help="print the table as in docs/zoo.md")
+    made.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else, on stdout")
+    made.add_argument("--debug", action="store_true", help="show warnings, and the traceback of an error")
+    made.add_argument("--version", action="version", version=f"rmsnorm_deploy {__version__}")
+    return made
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    return _zoo(options) if options.zoo else _model(options)
+
+
+def _model(options: argparse.Namespace) -> int:
+    from rmsnorm_deploy.inspect.explain import inspect_model
+
+    progress = Progress(quiet=options.json)
+    found = inspect_model(
+        options.model,
+        precision=options.precision,
+        opset=options.opset,
+        progress=progress,
+        recipe=options.recipe,
+        imports=options.imports,
+        allow_classes=options.allow_classes,
+        inputs=options.inputs,
+        dims=options.dims,
+        state_key=options.state_key,
+    )
+    if options.json:
+        print(json.dumps(found.to_json(), indent=1))
+        return EXIT_OK
+    from rich.console import Console
+
+    from rmsnorm_deploy.inspect.tables import print_inspection
+
+    progress.notes(found.notes)
+    print_inspection(found, Console())
+    return EXIT_OK
+
+
+def _zoo(options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.text import Text
+
+    from rmsnorm_deploy.inspect.tables import zoo_markdown, zoo_notes, zoo_table
+    from rmsnorm_deploy.zoo import run_zoo
+
+    say = None if options.json else lambda text: print(text, file=sys.stderr, flush=True)
+    results = list(run_zoo(options.family, options.dtype, say))
+    if options.json:
+        print(json.dumps([result.to_json() for result in results], indent=1))
+    elif options.markdown:
+        print(zoo_markdown(results), end="")
+    else:
+        console = Console()
+        console.print(zoo_table(results))
+        for note in zoo_notes(results):
+            console.print(Text(f"- {note}"))
+    return EXIT_OK if all(result.ok for result in results) else EXIT_PARITY

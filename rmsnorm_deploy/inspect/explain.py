@@ -1,0 +1,90 @@
+"""Norms and look-alikes of a model, found in memory: nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rmsnorm_deploy.bundle import MANIFEST, open_bundle
+from rmsnorm_deploy.fusion.records import LeftRecord, NormRecord
+
+if TYPE_CHECKING:
+    from rmsnorm_deploy.load import Source
+
+Progress = Callable[[str], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What was found in one model.
+
+    Attributes:
+        model: what was looked at, as the user named it; ``kind`` is "bundle" or what `Source.kind` says.
+        norms: in the order of the graph; ``left`` likewise.
+        notes: choices that were made on the way.
+    """
+
+    model: str
+    kind: str
+    norms: list[NormRecord]
+    left: list[LeftRecord]
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary."""
+        return {
+            "model": self.model,
+            "kind": self.kind,
+            "norms": [norm.to_json() for norm in self.norms],
+            "left": [left.to_json() for left in self.left],
+            "notes": list(self.notes),
+        }
+
+
+def inspect_model(
+    path: str | Path,
+    *,
+    precision: str = "keep",
+    opset: int = 18,
+    progress: Progress | None = None,
+    **source_options: Any,
+) -> Inspection:
+    """The norms of whatever is at ``path``: a bundle, or anything the export takes.
+
+    A bundle's are those it was exported with. Every other model is traced and fused in memory. ``precision`` and
+    ``opset`` are as for the export, ``source_options`` those of `rmsnorm_deploy.load.load_source`.
+
+    Raises:
+        InputError: the file can't be used, or PyTorch can't trace the model.
+    """
+    progress = progress or (lambda stage: nullcontext())
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        bundle = open_bundle(path)
+        return Inspection(str(path), "bundle", bundle.norms, bundle.left, list(bundle.manifest.get("notes", [])))
+    from rmsnorm_deploy.load import load_source
+
+    with progress("load"):
+        source = load_source(path, **source_options)
+    return inspect_source(source, precision=precision, opset=opset, progress=progress)
+
+
+def inspect_source(
+    source: Source, *, precision: str = "keep", opset: int = 18, progress: Progress | None = None
+) -> Inspection:
+    """The norms of a loaded source; an ONNX model given in memory (not by path) is changed by it."""
+    from rmsnorm_deploy.export.pipeline import in_precision
+    from rmsnorm_deploy.export.trace import trace
+    from rmsnorm_deploy.fusion import fuse
+
+    progress = progress or (lambda stage: nullcontext())
+    source = in_precision(source, precision)
+    with progress("trace"):
+        traced = trace(source, opset)
+    with progress("fuse"):
+        found = fuse(traced.model)
+    name = str(source.path) if source.path is not None else type(source.model).__name__
+    return Inspection(name, source.kind, found.norms, found.left, [*source.notes, *traced.notes])
