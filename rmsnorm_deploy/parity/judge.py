@@ -11,9 +11,13 @@ from rmsnorm_deploy.parity.onnx_file import read_model
 from rmsnorm_deploy.parity.result import FAIL, PASS, PASS_LIKE_EAGER, Budget
 from rmsnorm_deploy.parity.ulp import FORMATS, UlpError
 
-EAGER_FACTOR = 2.0  # an error over the budget passes up to this many times the model's own before export
+# an error over the budget passes up to so many times the model's own before export: the largest error is a single
+# element's, and in a trained model differs by more from one right backend to the next than the average does
+EAGER_FACTOR_MEAN = 2.0
+EAGER_FACTOR_MAX = 4.0
 
 _ROUNDING = 1 / math.sqrt(12)  # standard deviation of one rounding, in ULPs
+_HEADROOM = 3.0  # for what a model does to the rounding errors of its own parts
 _MATMULS = {
     "MatMul",
     "Gemm",
@@ -33,7 +37,6 @@ def budget_for(unit: str, computed_in: str, norms: int, matmuls: int, width: int
     if FORMATS[computed_in].precision >= 24:  # narrower types accumulate in float32, so their sums cost nothing
         roundings += width if matmuls else 4
     expected = _ROUNDING * math.sqrt(roundings)
-    headroom = 2.5 if matmuls else 2.0
     coarser = 2.0 ** max(FORMATS[unit].precision - FORMATS[computed_in].precision, 0)
     return Budget(
         unit=unit,
@@ -41,8 +44,8 @@ def budget_for(unit: str, computed_in: str, norms: int, matmuls: int, width: int
         norms=norms,
         matmuls=matmuls,
         width=width,
-        max=headroom * 5.0 * expected * coarser,
-        mean=headroom * 0.8 * expected * coarser,
+        max=_HEADROOM * 5.0 * expected * coarser,
+        mean=_HEADROOM * 0.8 * expected * coarser,
     )
 
 
@@ -50,8 +53,7 @@ def budgets(manifest: Mapping[str, Any], model: Path) -> dict[str, Budget]:
     """A budget for each output dtype of a bundle's manifest; ``model`` is its ONNX file, whose weights are not read."""
     census = _census(model)
     norms = manifest["norms"]
-    dtypes = [norm["dtype"] for norm in norms]
-    dtypes += [item["dtype"] for item in manifest["signature"]["inputs"]] + census["dtypes"]
+    dtypes = [norm["dtype"] for norm in norms] + census["dtypes"]
     widths = [size for norm in norms for size in _row(norm) if isinstance(size, int)]
     result = {}
     for item in manifest["signature"]["outputs"]:
@@ -62,6 +64,19 @@ def budgets(manifest: Mapping[str, Any], model: Path) -> dict[str, Budget]:
     return result
 
 
+def norm_budget(dtype: str, width: int) -> Budget:
+    """The budget of one norm on a given input, over rows of ``width``.
+
+    Half types: the statistics are exact, and the row, its product and its sum are rounded: three at half a ULP each,
+    and one for a last bit that falls the other way. Single and double: sums that are rounded at every step add error
+    with the root of the width.
+    """
+    if FORMATS[dtype].precision < 24:
+        return Budget(dtype, dtype, 1, 0, width, max=2.5, mean=0.7)
+    root = math.sqrt(width)
+    return Budget(dtype, dtype, 1, 0, width, max=6 + root / 4, mean=1 + root / 16)
+
+
 def judge(error: UlpError, eager: UlpError | None, budget: Budget | None) -> str:
     """The rule id for one measurement; ``budget`` is None for outputs that must be equal (integers, booleans)."""
     max_budget, mean_budget = (budget.max, budget.mean) if budget else (0.0, 0.0)
@@ -70,8 +85,8 @@ def judge(error: UlpError, eager: UlpError | None, budget: Budget | None) -> str
     if eager is None or error.mismatched > eager.mismatched:
         return FAIL
     # a mismatch makes max infinite, and its count was compared above
-    comparable = error.mismatched > 0 or error.max <= max(max_budget, EAGER_FACTOR * eager.max)
-    if comparable and error.mean <= max(mean_budget, EAGER_FACTOR * eager.mean):
+    comparable = error.mismatched > 0 or error.max <= max(max_budget, EAGER_FACTOR_MAX * eager.max)
+    if comparable and error.mean <= max(mean_budget, EAGER_FACTOR_MEAN * eager.mean):
         return PASS_LIKE_EAGER
     return FAIL
 

@@ -61,15 +61,15 @@ _INLINE_BYTES = 1024  # smaller initializers travel inside the model: ONNX Runti
 
 
 class OnnxProgram:
-    """The lifted model of one file.
+    """The lifted model of one file, or ``model`` in its place, whose external data is in the same folder.
 
     Attributes:
         engine: what runs it, in words.
         inputs: names in the file's order; ``outputs`` likewise.
     """
 
-    def __init__(self, path: Path) -> None:
-        model = ir.from_proto(read_model(path))
+    def __init__(self, path: Path, proto: onnx.ModelProto | None = None) -> None:
+        model = ir.from_proto(read_model(path) if proto is None else proto)
         # an attribute of a call may be a float32 constant of the body: only in place can it be lifted
         ir.passes.common.InlinePass()(model)
         ir.external_data.set_base_dir(model.graph, path.parent)

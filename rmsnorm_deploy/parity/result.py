@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.parity.norm_result import Finding, SiteError
 from rmsnorm_deploy.parity.ulp import UlpError
 
 FORMAT = 1
@@ -20,7 +21,7 @@ NOT_RUN = "not-run"
 
 VERDICTS = {
     PASS: "within the budget",
-    PASS_LIKE_EAGER: "over the budget, and not worse than twice the model's own error before export",
+    PASS_LIKE_EAGER: "over the budget, and no worse than the model's own error before export allows",
     FAIL: "over the budget, and worse than the model before export",
     NOT_RUN: "could not be judged here",
 }
@@ -87,7 +88,12 @@ class BackendResult:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The whole answer. ``ok`` is false when a backend fails, or nothing could be judged (``problem`` says why)."""
+    """The whole answer. ``ok`` is false when a backend fails, or nothing could be judged (``problem`` says why).
+
+    ``baseline`` is the model before export, whose own error every backend's is held against; None where it cannot run
+    here, and ``baseline_problem`` says why. ``sites`` has every fused norm in every backend that shows it, and
+    ``findings`` where a backend that differs does so first.
+    """
 
     oracle: str
     baseline: str | None
@@ -98,6 +104,9 @@ class ParityReport:
     measurements: list[Measurement]
     seconds: float = 0.0
     problem: str | None = None
+    baseline_problem: str | None = None
+    sites: list[SiteError] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -112,7 +121,7 @@ class ParityReport:
         lines = [self.headline()]
         for backend in self.backends:
             lines.append(f"{backend.title}: {backend.verdict}{_figures(backend)}")
-        return lines
+        return lines + [finding.text for finding in self.findings]
 
     def headline(self) -> str:
         """The verdict in one sentence."""
@@ -145,6 +154,9 @@ class ParityReport:
                 measurements=[_restore(Measurement, measurement) for measurement in data["measurements"]],
                 seconds=data["seconds"],
                 problem=data["problem"],
+                baseline_problem=data["baseline_problem"],
+                sites=[SiteError(**_numbers(site)) for site in data.get("sites", ())],
+                findings=[_finding(finding) for finding in data.get("findings", ())],
             )
         except (KeyError, TypeError) as error:
             raise InputError(f"parity.json is not one of this package's: {error}") from error
@@ -171,6 +183,12 @@ def _plain(value: Any) -> Any:
 def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
     special = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
     return {key: special.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
+
+
+def _finding(record: Mapping[str, Any]) -> Finding:
+    values = _numbers(record)
+    lists = {name: tuple(values[name]) for name in ("others", "saved")}
+    return Finding(**{**values, **lists, "statistics": _numbers(values["statistics"])})
 
 
 def _restore(kind: type[Any], record: Mapping[str, Any]) -> Any:

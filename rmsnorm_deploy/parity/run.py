@@ -6,11 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
 from rmsnorm_deploy.parity.backends import Backend, HeldBundle, chosen, open_baseline
 from rmsnorm_deploy.parity.judge import budgets, judge
+from rmsnorm_deploy.parity.norm_result import Finding, SiteError
+from rmsnorm_deploy.parity.normcheck import NormChecks, SiteCase, judge_sites, open_checks, site_truth
 from rmsnorm_deploy.parity.oracle import BundleLike, open_oracle
 from rmsnorm_deploy.parity.result import (
     FAIL,
@@ -24,7 +27,10 @@ from rmsnorm_deploy.parity.result import (
     SampleRecord,
 )
 from rmsnorm_deploy.parity.samples import Sample, make_samples
+from rmsnorm_deploy.parity.scratch import Scratch
+from rmsnorm_deploy.parity.sites import find_sites
 from rmsnorm_deploy.parity.ulp import Array, UlpError, ulp_error, worst_of
+from rmsnorm_deploy.runtime.optional import one_line
 
 if TYPE_CHECKING:
     from rmsnorm_deploy.runtime.session import Session
@@ -32,6 +38,10 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 
 _SEVERITY = {NOT_RUN: 0, PASS: 1, PASS_LIKE_EAGER: 2, FAIL: 3}
+
+
+# what a model's own code may raise on an input that it was not made for
+_REFUSALS = (DeployError, ValueError, TypeError, LookupError, ArithmeticError, RuntimeError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -50,47 +60,159 @@ def run_parity(
     seed: int = 0,
     samples: Sequence[Sample] | None = None,
     progress: Progress | None = None,
+    bisect: bool = False,
+    save_to: Path | None = None,
 ) -> ParityReport:
     """Judge ``bundle`` on ``backends`` (None: all of `backends.BACKENDS`) with ``samples`` (None: `make_samples`).
 
-    ``progress`` is told what is being done, a line at a time.
+    ``progress`` is told what is being done, a line at a time. A backend that fails is bisected, with ``bisect`` every
+    one that shows its norms; a norm at fault is saved alone in the folder ``save_to``.
 
     Raises:
         InputError: an unknown backend name, or a bundle without its source.
         BackendUnavailable: a backend in ``backends`` is not on this machine.
     """
     start = time.perf_counter()
-    say = progress or _silent
     judged = chosen(backends)
     bundle = HeldBundle(bundle)
-    limits = budgets(bundle.manifest, bundle.model_path)
+    prepared = prepare(bundle, seed=seed, samples=samples, progress=progress)
+    report = judge_prepared(
+        prepared, bundle, judged, insist=backends is not None, progress=progress, bisect=bisect, save_to=save_to
+    )
+    return replace(report, seconds=time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the judgement of a bundle's model is made against: it holds for any model file in that bundle."""
+
+    oracle: str
+    baseline: str | None
+    baseline_problem: str | None
+    seed: int
+    cases: list[Case]
+    records: list[SampleRecord]
+    sites: list[SiteCase]
+
+
+def prepare(
+    bundle: BundleLike, *, seed: int = 0, samples: Sequence[Sample] | None = None, progress: Progress | None = None
+) -> Prepared:
+    """Float64 truth for the outputs on every sample, and on some for the norms."""
+    say = progress or _silent
     say("lifting the model to float64")
     oracle = open_oracle(bundle)
-    baseline = open_baseline(bundle)
+    baseline, baseline_problem = _baseline(bundle)
     inputs = list(samples) if samples is not None else make_samples(bundle.manifest, seed=seed)
     names = [item["name"] for item in bundle.manifest["signature"]["outputs"]]
     cases, records = _cases(inputs, names, oracle, baseline[1] if baseline else None, say)
-    results, measurements = [], []
-    for backend in judged:
-        say(f"parity of {backend.title}")
-        if baseline is not None and backend.title == baseline[0]:
-            result, own = _judge_baseline(backend, cases, limits)
-        else:
-            result, own = _judge_backend(bundle, backend, cases, limits, insist=backends is not None)
-        results.append(result)
-        measurements += own
-    skipped = [record.skipped for record in records if record.skipped]
+    description, title = oracle.description, baseline[0] if baseline else None
+    del oracle, baseline  # a second copy of the weights in float64 is made next: the first goes before
+    say("float64 truth of the norms")
+    sites = _site_cases(bundle, [case.sample for case in cases])
+    return Prepared(description, title, baseline_problem, seed, cases, records, sites)
+
+
+def _site_cases(bundle: BundleLike, samples: Sequence[Sample]) -> list[SiteCase]:
+    """Truth at the norms for two samples: prime sizes, so that no dim is taken for another, and the last adversarial
+    one."""
+    wanted = [sample for sample in samples if all(array.size for array in sample.feeds.values())]
+    first = next((sample for sample in wanted if "prime" in sample.name), wanted[0] if wanted else None)
+    chosen_ones = [sample for sample in (first, wanted[-1] if wanted else None) if sample is not None]
+    unique = list({id(sample): sample for sample in chosen_ones}.values())
+    found = find_sites(bundle) if unique else None
+    if found is None:
+        return []
+    with Scratch() as scratch:
+        return site_truth(bundle, found, unique, scratch)[0]
+
+
+def judge_prepared(
+    prepared: Prepared,
+    bundle: BundleLike,
+    judged: Sequence[Backend],
+    *,
+    insist: bool = False,
+    progress: Progress | None = None,
+    bisect: bool = False,
+    save_to: Path | None = None,
+) -> ParityReport:
+    """Judge the model file of ``bundle`` on the backends ``judged`` against what was prepared."""
+    say, start = progress or _silent, time.perf_counter()
+    limits = budgets(bundle.manifest, bundle.model_path)
+    results, measurements, sites, findings = [], [], [], []
+    with Scratch() as scratch:
+        checks = open_checks(bundle, scratch, prepared.seed)
+        for backend in judged:
+            say(f"parity of {backend.title}")
+            if backend.title == prepared.baseline:
+                result, own = _judge_baseline(backend, prepared.cases, limits)
+            else:
+                result, own = _judge_backend(bundle, backend, prepared.cases, limits, insist)
+            if checks is not None and backend.runtime == "onnxruntime" and result.verdict != NOT_RUN:
+                at_norms = judge_sites(checks, backend, prepared.sites, next(iter(limits.values()), None))
+                result = _with_norms(result, at_norms)
+                sites += at_norms
+                if bisect or result.verdict == FAIL:
+                    say(f"bisection on {backend.title}")
+                    findings += _bisected(checks, backend, result, prepared, limits, save_to)
+            results.append(result)
+            measurements += own
+    skipped = [record.skipped for record in prepared.records if record.skipped]
+    problem = f"no input could be judged: {skipped[0] if skipped else 'there are no samples'}"
     return ParityReport(
-        oracle=oracle.description,
-        baseline=baseline[0] if baseline else None,
-        seed=seed,
+        oracle=prepared.oracle,
+        baseline=prepared.baseline,
+        seed=prepared.seed,
         budgets=limits,
-        samples=records,
+        samples=prepared.records,
         backends=results,
         measurements=measurements,
         seconds=time.perf_counter() - start,
-        problem=None if cases else f"no input could be judged: {skipped[0] if skipped else 'there are no samples'}",
+        problem=None if prepared.cases else problem,
+        baseline_problem=prepared.baseline_problem,
+        sites=sites,
+        findings=findings,
     )
+
+
+def _with_norms(result: BackendResult, sites: Sequence[SiteError]) -> BackendResult:
+    """A backend with a wrong norm fails, whatever its outputs look like."""
+    wrong = [site for site in sites if site.verdict == FAIL]
+    if not wrong:
+        return result
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    return replace(result, verdict=FAIL, reason=result.reason or f"{wrong[0].norm}{more}: {wrong[0].reason}")
+
+
+def _bisected(
+    checks: NormChecks,
+    backend: Backend,
+    result: BackendResult,
+    prepared: Prepared,
+    limits: dict[str, Budget],
+    save_to: Path | None,
+) -> list[Finding]:
+    """What bisection finds on the sample that is worst, if truth at the norms can be had for it, else on the first."""
+    from rmsnorm_deploy.parity.bisect import bisect
+
+    cases = [case for case in prepared.sites if case.sample.name == result.worst_sample]
+    if not cases:
+        worst = [case.sample for case in prepared.cases if case.sample.name == result.worst_sample]
+        usable = [sample for sample in worst if all(array.size for array in sample.feeds.values())]
+        cases = site_truth(checks.bundle, checks.sites, usable, checks.scratch)[0] if usable else []
+    cases = cases or prepared.sites
+    if not cases:
+        return []
+    return [bisect(checks, backend, cases[0], next(iter(limits.values()), None), save_to)]
+
+
+def _baseline(bundle: BundleLike) -> tuple[tuple[str, Session] | None, str | None]:
+    """The model before export, or why it does not run: a source may be invalid where the exported model is not."""
+    try:
+        return open_baseline(bundle), None
+    except DeployError as error:
+        return None, str(error)
 
 
 def _silent(message: str) -> None:
@@ -113,8 +235,8 @@ def _cases(
             own = _run(baseline, sample) if baseline is not None else {}
             truth = dict(zip(names, oracle(sample.feeds), strict=True))
             eager = {name: (array.dtype.name, ulp_error(array, truth[name])) for name, array in own.items()}
-        except (DeployError, ValueError) as error:
-            records.append(replace(record, skipped=f"the model refuses it: {error}"))
+        except _REFUSALS as error:
+            records.append(replace(record, skipped=f"the model refuses it: {one_line(error)}"))
             continue
         records.append(record)
         cases.append(Case(sample, truth, eager))

@@ -1,0 +1,322 @@
+"""Each fused norm against its own formula: what reference.onnx computes in its place, in float64.
+
+Three errors tell a fault in a norm from one that it inherits:
+
+- *isolated*: the op alone, on rows made to tell norms apart (rows.py);
+- *own*: the op in the running model, against the formula on the very input that it read there;
+- *error*: the value in the running model against the value in the float64 run of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from rmsnorm_deploy.errors import DeployError
+from rmsnorm_deploy.fusion.evaluate import CannotEvaluateError, evaluate
+from rmsnorm_deploy.parity.backends import BACKENDS, Backend
+from rmsnorm_deploy.parity.extract import assemble
+from rmsnorm_deploy.parity.judge import judge, norm_budget
+from rmsnorm_deploy.parity.lift_onnx import OnnxProgram
+from rmsnorm_deploy.parity.norm_result import SiteError
+from rmsnorm_deploy.parity.oracle import BundleLike
+from rmsnorm_deploy.parity.result import FAIL, PASS, Budget
+from rmsnorm_deploy.parity.rows import NORMAL_ROWS, adversarial_rows, laid_out, split, width_of
+from rmsnorm_deploy.parity.samples import Sample
+from rmsnorm_deploy.parity.scratch import Scratch, open_backend
+from rmsnorm_deploy.parity.sites import Site, Sites, find_sites, is_closed, op_piece, pieces_of
+from rmsnorm_deploy.parity.ulp import Array, UlpError, ulp_error
+
+# a norm that rounds as the model's own does keeps nearly every bit in half precision; one that rounds elsewhere, three
+# in four
+SAME_BITS = 0.9
+_BIT_FOR_BIT = 0.97  # claimed by the proof: below it, the two are not expected to agree to the bit
+
+_HALVES = {"float16", "bfloat16"}
+
+
+@dataclass(frozen=True)
+class SiteCase:
+    """One sample with the float64 value of every value at a site, and the error there before fusing."""
+
+    sample: Sample
+    truth: dict[str, Array]
+    before: dict[str, UlpError] = field(default_factory=dict)
+
+
+class NormChecks:
+    """What is needed to check the norms of one bundle, made once and used for every backend."""
+
+    def __init__(self, bundle: BundleLike, sites: Sites, scratch: Scratch, seed: int = 0) -> None:
+        assert bundle.reference_path is not None
+        self.bundle, self.sites, self.scratch = bundle, sites, scratch
+        self.usable = [
+            site for site in sites.sites if site.problem is None and width_of(site.record) and is_closed(site, sites)
+        ]
+        pieces = [piece for site in self.usable for piece in pieces_of(site, sites.reference).values()]
+        self.formula = assemble(sites.reference, pieces)
+        self.op = assemble(sites.model, [op_piece(site, sites.model) for site in self.usable])
+        self._program = OnnxProgram(bundle.reference_path, self.formula) if self.usable else None
+        self.rows = {site.depth: _rows(site, seed) for site in self.usable}
+        self.rounding = self._rounding()
+
+    def isolated(self, backend: Backend) -> dict[int, UlpError] | str:
+        """The error of each op alone, by depth, on rows of its own; or why the backend cannot run them."""
+        if not self.usable:
+            return {}
+        dtypes = {f"op{site.depth}/{name}": site.dtype_of(name) for site in self.usable
+                  for name in (*site.inputs, *site.outputs)}  # fmt: skip
+        feeds = {f"op{depth}/{name}": array for depth, rows in self.rows.items() for name, array in rows.items()}
+        try:
+            file = self.scratch.alone(self.op, dtypes, {name: array.ndim for name, array in feeds.items()})
+            got = open_backend(file, backend).run(feeds)
+        except DeployError as error:
+            return str(error)
+        seen = {
+            site.depth: {
+                **self.rows[site.depth],
+                **{name: np.asarray(got[f"op{site.depth}/{name}"]) for name in site.outputs},
+            }
+            for site in self.usable
+        }
+        return self.own(seen)
+
+    def own(self, values: Mapping[int, Mapping[str, Array]]) -> dict[int, UlpError]:
+        """The worse error of y and of the sum at each site, given the site's own inputs among ``values``."""
+        if self._program is None:
+            return {}
+        truth = dict(zip(self._program.outputs, self._program.run(self._formula_feeds(values)), strict=True))
+        errors = {}
+        for site in self.usable:
+            y = site_error(values[site.depth][site.y], truth[f"norm{site.depth}/{site.y}"])
+            total = site_error(values[site.depth][site.x], truth[f"sum{site.depth}/{site.x}"]) if site.addends else None
+            errors[site.depth] = y if total is None or y.max >= total.max else total
+        return errors
+
+    def formula_of(self, site: Site, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """The float64 outputs of one site, by name, from its inputs (the sum is not rounded)."""
+        assert self.bundle.reference_path is not None
+        assert self._program is not None
+        values = {other.depth: self._filled(other, self.rows[other.depth]) for other in self.usable}
+        values[site.depth] = self._filled(site, inputs)
+        truth = dict(zip(self._program.outputs, self._program.run(self._formula_feeds(values)), strict=True))
+        total = {site.x: truth[f"sum{site.depth}/{site.x}"]} if site.addends else {}
+        return {site.y: truth[f"norm{site.depth}/{site.y}"], **total}
+
+    def _filled(self, site: Site, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """A site's inputs with the sum of its addends as the op rounds it."""
+        if not site.addends:
+            return dict(inputs)
+        first, second = (inputs[name] for name in site.addends)
+        with np.errstate(all="ignore"):
+            return {**inputs, site.x: np.asarray(first + second)}
+
+    def _formula_feeds(self, values: Mapping[int, Mapping[str, Array]]) -> dict[str, Array]:
+        feeds = {}
+        for site in self.usable:
+            for name in (site.x, *((site.activation,) if site.activation else ())):
+                feeds[f"norm{site.depth}/{name}"] = values[site.depth][name]
+            for name in site.addends:
+                feeds[f"sum{site.depth}/{name}"] = values[site.depth][name]
+        return feeds
+
+    def _rounding(self) -> dict[int, str]:
+        """Sites in half precision whose op rounds elsewhere than the model did, with a sentence."""
+        halves = [site for site in self.usable if site.dtype in _HALVES and _claims_bits(site)]
+        if not halves:
+            return {}
+        values = {site.depth: dict(self.rows[site.depth]) for site in self.usable}
+        try:
+            got = _run_typed(self.op, {f"op{d}/{name}": a for d, named in values.items() for name, a in named.items()})
+            for site in self.usable:
+                values[site.depth].update({name: got[f"op{site.depth}/{name}"] for name in site.outputs})
+            want = _run_typed(self.formula, self._formula_feeds(values))
+        except CannotEvaluateError:
+            return {}  # an op of the user's that numpy does not stand in for; the errors above hold all the same
+        found = {}
+        for site in halves:
+            problem = _compare_bits(values[site.depth][site.y], want[f"norm{site.depth}/{site.y}"], site)
+            if problem:
+                found[site.depth] = problem
+        return found
+
+    def running(self, backend: Backend, cases: Sequence[SiteCase]) -> list[dict[str, Array]] | str:
+        """Every value at a site, for each case, from the backend running the whole model; or why it does not run."""
+        try:
+            file = self.scratch.tapped(self.bundle.model_path, self.bundle.manifest, self.present())
+            session = open_backend(file, backend)
+            return [{name: np.asarray(v) for name, v in session.run(case.sample.feeds).items()} for case in cases]
+        except DeployError as error:
+            return str(error)
+
+    def present(self) -> dict[str, str]:
+        """The dtypes of the values at sites that the judged model has."""
+        return {name: dtype for name, dtype in self.sites.dtypes().items() if self.sites.model.is_computed(name)}
+
+
+def open_checks(bundle: BundleLike, scratch: Scratch, seed: int = 0) -> NormChecks | None:
+    """The checks of a bundle's norms; None where there are none, or nothing from before fusing to check against."""
+    sites = find_sites(bundle)
+    return NormChecks(bundle, sites, scratch, seed) if sites is not None else None
+
+
+def site_truth(
+    bundle: BundleLike, sites: Sites, samples: Sequence[Sample], scratch: Scratch
+) -> tuple[list[SiteCase], list[dict[str, Array]]]:
+    """The float64 run of the graph before fusing, with its own outputs beside; samples that it refuses are left out.
+
+    Weights are held in float64 during this call only.
+    """
+    assert bundle.reference_path is not None
+    from rmsnorm_deploy.parity.extract import with_outputs
+
+    names = [name for name in sites.values if sites.reference.is_computed(name)]
+    program = OnnxProgram(bundle.reference_path, with_outputs(sites.reference.model, names))
+    cases, outputs = [], []
+    for sample in samples:
+        try:
+            values = dict(zip(program.outputs, program.run(sample.feeds), strict=True))
+        except DeployError:
+            continue
+        cases.append(SiteCase(sample, {name: values[name] for name in names}))
+        outputs.append({name: value for name, value in values.items() if name not in names or _is_output(bundle, name)})
+    del program
+    return _with_before(bundle, sites, cases, scratch), outputs
+
+
+def _is_output(bundle: BundleLike, name: str) -> bool:
+    return any(item["name"] == name for item in bundle.manifest["signature"]["outputs"])
+
+
+def _with_before(bundle: BundleLike, sites: Sites, cases: list[SiteCase], scratch: Scratch) -> list[SiteCase]:
+    """The cases with the error that the graph before fusing makes at each site in the model's own dtypes."""
+    assert bundle.reference_path is not None
+    dtypes = {name: dtype for name, dtype in sites.dtypes().items() if sites.reference.is_computed(name)}
+    try:
+        file = scratch.tapped(bundle.reference_path, bundle.manifest, dtypes)
+        session = open_backend(file, BACKENDS["onnxruntime-unoptimized"])
+        found = []
+        for case in cases:
+            values = session.run(case.sample.feeds)
+            before = {name: site_error(np.asarray(values[name]), case.truth[name]) for name in dtypes}
+            found.append(SiteCase(case.sample, case.truth, before))
+        return found
+    except DeployError:
+        return cases  # ONNX Runtime lacks a kernel for the dtypes: there is no error to set beside
+
+
+def judge_sites(
+    checks: NormChecks, backend: Backend, cases: Sequence[SiteCase], budget: Budget | None
+) -> list[SiteError]:
+    """A verdict on every norm in one backend. ``budget`` is the whole model's, for values that inherit errors."""
+    alone = checks.isolated(backend)
+    runs = checks.running(backend, cases)
+    owns = [] if isinstance(runs, str) else [checks.own(by_site(checks, run)) for run in runs]
+    return [judge_site(site, checks, backend, cases, alone, runs, owns, budget) for site in checks.sites.sites]
+
+
+def judge_site(
+    site: Site,
+    checks: NormChecks,
+    backend: Backend,
+    cases: Sequence[SiteCase],
+    alone: dict[int, UlpError] | str,
+    runs: list[dict[str, Array]] | str,
+    owns: Sequence[Mapping[int, UlpError]],
+    budget: Budget | None,
+) -> SiteError:
+    if site.problem is not None:
+        return SiteError(backend.name, site.name, site.depth, site.dtype, FAIL, *site.problem)
+    isolated = alone.get(site.depth) if isinstance(alone, dict) else None
+    own = _worst([errors[site.depth] for errors in owns if site.depth in errors])
+    pairs = [] if isinstance(runs, str) else [
+        (site_error(run[site.y], case.truth[site.y]), case.before.get(site.y))
+        for run, case in zip(runs, cases, strict=True)
+        if site.y in run and site.y in case.truth
+    ]  # fmt: skip
+    error, before = _worst([e for e, _ in pairs]), _worst([b for _, b in pairs if b is not None])
+    verdict, rule, reason = _verdict(site, checks.rounding.get(site.depth), isolated, own)
+    if verdict == PASS and budget is not None and any(b and judge(e, b, budget) == FAIL for e, b in pairs):
+        verdict, rule, reason = FAIL, "inherited-error", f"it inherits an error of {error.max:.3g} ULP" if error else ""
+    return SiteError(
+        backend.name, site.name, site.depth, site.dtype, verdict, rule, reason or None,
+        *_figures(error), *_figures(own), *_figures(isolated), *_figures(before),
+    )  # fmt: skip
+
+
+def _verdict(site: Site, rounding: str | None, isolated: UlpError | None, own: UlpError | None) -> tuple[str, str, str]:
+    budget = norm_budget(site.dtype, width_of(site.record) or 1)
+    if isolated is not None and judge(isolated, None, budget) == FAIL:
+        return FAIL, "norm-isolated", f"alone, on rows that tell norms apart, it is off by {isolated.max:.3g} ULP"
+    if own is not None and judge(own, None, budget) == FAIL:
+        return FAIL, "norm-own-input", f"on the input that it reads in the model it is off by {own.max:.3g} ULP"
+    if rounding is not None:
+        return FAIL, "norm-rounding", rounding
+    return PASS, PASS, ""
+
+
+def by_site(checks: NormChecks, values: Mapping[str, Array]) -> dict[int, dict[str, Array]]:
+    return {site.depth: {name: values[name] for name in (*site.inputs, *site.outputs)} for site in checks.usable}
+
+
+def _rows(site: Site, seed: int) -> dict[str, Array]:
+    record = site.record
+    rows = adversarial_rows(width_of(record) or 1, site.dtype, record["epsilon"], record["epsilon_mode"], seed)
+    placed = laid_out(rows, list(record["shape"]), record["axis"])
+    inputs = dict(zip(site.addends, split(placed, seed), strict=True)) if site.addends else {site.x: placed}
+    if site.activation:
+        scale = np.random.default_rng(seed).uniform(0.5, 1.5, placed.shape[record["axis"] :])
+        inputs[site.activation] = scale.astype(adversarial_rows(1, site.dtype_of(site.activation), 1.0, "inside").dtype)
+    return inputs
+
+
+def _claims_bits(site: Site) -> bool:
+    return float(site.record["proof"].get("same_bits", 1.0)) >= _BIT_FOR_BIT
+
+
+def _compare_bits(got: Array, want: Array, site: Site) -> str | None:
+    """Whether two arrays of one half type are equal nearly everywhere, and in no column always different."""
+    width = width_of(site.record) or 1
+    if got.dtype != want.dtype:
+        return None  # a cast whose type the file does not say
+    same = (got == want) | (np.isnan(got.astype(np.float32)) & np.isnan(want.astype(np.float32)))
+    rows = same.reshape(-1, width)[:NORMAL_ROWS]
+    share = float(rows.mean())
+    if share < SAME_BITS:
+        return f"it rounds elsewhere than the model: {share:.0%} of the bits are the same"
+    columns = np.flatnonzero(rows.mean(axis=0) < 0.5)
+    if columns.size:
+        return f"element {int(columns[0])} of most rows differs in its last bits: its scale or bias is another"
+    return None
+
+
+def _run_typed(proto: Any, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    """Every value of a model, each operator rounded to its own dtype, in numpy."""
+    model = ir.from_proto(proto)
+    ir.passes.common.InlinePass()(model)
+    values: dict[str, Array] = dict(feeds)
+    for name, value in model.graph.initializers.items():
+        assert value.const_value is not None
+        values[name] = np.asarray(value.const_value.numpy())
+    for node in model.graph:
+        result = evaluate(node, [values[str(v.name)] if v is not None else None for v in node.inputs], lifted=False)
+        values[str(node.outputs[0].name)] = result
+    return values
+
+
+def site_error(got: Array, truth: Array) -> UlpError:
+    if got.shape != truth.shape:
+        return UlpError(np.inf, np.inf, np.inf, int(truth.size), int(truth.size))
+    return ulp_error(got, truth)
+
+
+def _worst(errors: Sequence[UlpError]) -> UlpError | None:
+    return max(errors, key=lambda error: (error.max, error.mean)) if errors else None
+
+
+def _figures(error: UlpError | None) -> tuple[float | None, float | None]:
+    return (None, None) if error is None else (error.max, error.mean)
