@@ -18,6 +18,8 @@ DECOYS = {
         "n = Div(c, rt) m = Mul(n, w) y = Add(m, b)", "LayerNorm"),
     "layer norm without bias": (CENTRE + "sq = Mul(c, c) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) "
         "r = Reciprocal(rt) n = Mul(c, r) y = Mul(n, w)", "LayerNorm"),
+    "layer norm, deviations computed twice": (CENTRE + "sq = Mul(c, c) ms = ReduceMean(sq, last) me = Add(ms, eps) "
+        "rt = Sqrt(me) c2 = Sub(x, mu) n = Div(c2, rt) y = Mul(n, w)", "LayerNorm"),
     "variance of the row": (CENTRE + "sq = Mul(c, c) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) "
         "n = Div(x, rt) y = Mul(n, w)", OTHER),
     "statistic of part of the row": ("s, t = Split<axis = -1, num_outputs = 2>(x) sq = Mul(s, s) ms = ReduceMean(sq, last) "

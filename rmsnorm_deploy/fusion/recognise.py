@@ -23,6 +23,7 @@ from rmsnorm_deploy.opset import FLOAT_TYPES
 
 OTHER_AXES = "the statistic lines up with other axes than those it was taken over"
 OTHER_TENSOR = "its statistic multiplies a tensor other than the one that was squared"
+LAYER_NORM = "the row's mean is subtracted first: this is LayerNorm"
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ class _Matcher:
         assert squared is not None
         if squared.shape is None or shape is None:
             return "the shape of a value in it is not known"
+        if self._is_layer_norm(statistic, squared):
+            return LAYER_NORM
         frame = _frame(layout, squared.shape, statistic.axes)
         if frame is None or len(shape) != len(frame):
             return OTHER_AXES
@@ -135,22 +138,31 @@ class _Matcher:
             return OTHER_TENSOR if frame == sorted(frame) else OTHER_AXES
         if rest.statistics:
             return "another statistic multiplies it"
-        if _is_centred(root, self.interpreter):
-            return "the row's mean is subtracted first: this is LayerNorm"
         if any(_varies_outside(layout, axes) for _, layout in rest.factors):
             return "what multiplies it varies over more than the normalized axes"
         return self._with_scale(rest, root, axes, statistic, guard)
 
     def _root_value(self, statistic: Atom, root: Meaning, shape: Shape) -> ir.Value | None:
         """The value to normalize: the one that was squared, if it has the norm's own shape."""
-        squared: list[ir.Value] = [statistic.value] if statistic.value is not None else []
-        for value in squared + self.interpreter.carriers.get(root.key, []):
+        for value in self._carriers(statistic, root):
             known = self.interpreter.known(value)
             if known is None or known.shape is None or known.key != root.key:
                 continue
             if _agree(known.shape, shape) and self._is_there(value):
                 return value
         return None
+
+    def _is_layer_norm(self, statistic: Atom, squared: Meaning) -> bool:
+        """Whether a row's deviations from its mean were squared, and are what is divided, computed twice or not."""
+        if not any(_is_centred(value, self.interpreter) for value in self._carriers(statistic, squared)):
+            return False
+        divided = [atom.value for atom, _ in self.meaning.factors if atom.value is not None]
+        return any(_is_centred(value, self.interpreter) for value in divided)
+
+    def _carriers(self, statistic: Atom, meaning: Meaning) -> list[ir.Value]:
+        """Values that mean what was squared, the one that was squared first."""
+        squared: list[ir.Value] = [statistic.value] if statistic.value is not None else []
+        return squared + self.interpreter.carriers.get(meaning.key, [])
 
     def _is_constant(self, atom: Atom) -> bool:
         return atom.kind == "opaque" and atom.value is not None and self.interpreter.constants.is_constant(atom.value)
