@@ -1,4 +1,4 @@
-"""Graphs for the fusion tests, written as text, and what they compute in float64 by ONNX Runtime with its optimizer off."""
+"""Graphs for the fusion tests, written as text, and what they compute by ONNX Runtime with its optimizer off."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def graph(
     more: str = "",
     functions: str = "",
 ) -> onnx.ModelProto:
-    """A model whose nodes are ``body``. ``float`` stands for ``dtype`` everywhere; constants are those above and ``more``.
+    """A model whose nodes are ``body``; ``float`` stands for ``dtype``, constants are those above and ``more``.
 
     Constants that the body does not name are left out; arrays without a value get random ones.
     """

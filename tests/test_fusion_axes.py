@@ -58,29 +58,44 @@ def test_global_average_pooling() -> None:
 
 
 def test_a_transposed_norm() -> None:
-    body = "t = Transpose<perm = [0, 2, 1]>(x) sq = Mul(t, t) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(t, rt) y = Mul(n, w)"
+    body = (
+        "t = Transpose<perm = [0, 2, 1]>(x) sq = Mul(t, t) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = "
+        "Sqrt(me) n = Div(t, rt) y = Mul(n, w)"
+    )
     check(graph(body, inputs="float[N, 12, S] x", outputs="float[N, S, 12] y"), 1)
 
 
 def test_a_statistic_on_the_transpose() -> None:
-    body = "t = Transpose<perm = [0, 2, 1]>(x) sq = Mul(t, t) m = ReduceMean(sq, middle) ms = Transpose<perm = [0, 2, 1]>(m) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)"
+    body = (
+        "t = Transpose<perm = [0, 2, 1]>(x) sq = Mul(t, t) m = ReduceMean(sq, middle) ms = Transpose<perm = "
+        "[0, 2, 1]>(m) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)"
+    )
     check(graph(body), 1)
 
 
 def test_groups_through_a_view() -> None:
-    body = "v = Reshape(x, shape) sq = Mul(v, v) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(v, rt) u = Reshape(n, back) y = Mul(u, w)"
+    body = (
+        "v = Reshape(x, shape) sq = Mul(v, v) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = "
+        "Div(v, rt) u = Reshape(n, back) y = Mul(u, w)"
+    )
     more = "int64[4] shape = {0, 0, 3, 4}, int64[3] back = {0, 0, 12}"
     result = check(graph(body, more=more), 1)
     assert result.norms[0].shape[-1] == 4
 
 
 def test_a_view_that_every_user_takes_anew() -> None:
-    body = "v = Reshape(x, shape) u = Reshape(x, shape) sq = Mul(v, v) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) y = Div(u, rt)"
+    body = (
+        "v = Reshape(x, shape) u = Reshape(x, shape) sq = Mul(v, v) ms = ReduceMean(sq, last) me = Add(ms, "
+        "eps) rt = Sqrt(me) y = Div(u, rt)"
+    )
     check(graph(body, more="int64[4] shape = {0, 0, 3, 4}", outputs="float[N, S, 3, 4] y"), 1)
 
 
 def test_a_weight_that_is_stored_the_other_way_round() -> None:
-    body = "t = Transpose<perm = [1, 0]>(wt) sq = Mul(x, x) ms = ReduceMean(sq, both) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, t)"
+    body = (
+        "t = Transpose<perm = [1, 0]>(wt) sq = Mul(x, x) ms = ReduceMean(sq, both) me = Add(ms, eps) rt = "
+        "Sqrt(me) n = Div(x, rt) y = Mul(n, t)"
+    )
     check(graph(body, more="float[12, 4] wt", **_io("N, 4, 12")), 1)
 
 
@@ -97,7 +112,10 @@ def test_dimensions_that_are_alike_or_unknown(shape: str) -> None:
 
 def test_an_unknown_dimension_that_is_broadcast() -> None:
     """x may have one row where the result has many: the op would yield too few."""
-    body = "s = Shape(z) e = Expand(x, s) sq = Mul(x, x) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(e, rt) y = Mul(n, w)"
+    body = (
+        "s = Shape(z) e = Expand(x, s) sq = Mul(x, x) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = "
+        "Sqrt(me) n = Div(e, rt) y = Mul(n, w)"
+    )
     model = graph(body, inputs="float[A, 12] x, float[B, 12] z", outputs="float[B, 12] y")
     proto, _ = fused(model)
     feeds = feeds_of(model, sizes={"A": 1, "B": 5})
@@ -117,7 +135,10 @@ def test_a_scale_that_is_an_activation(scale: str) -> None:
 
 def test_a_scale_an_example() -> None:
     """adaLN and FiLM: the scale varies over the batch, so it stays behind the norm."""
-    body = "sq = Mul(x, x) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) v = Add(s, one) y = Mul(n, v)"
+    body = (
+        "sq = Mul(x, x) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) v = Add(s, "
+        "one) y = Mul(n, v)"
+    )
     result = check(graph(body, inputs="float[N, S, 12] x, float[N, 1, 12] s"), 1)
     assert result.norms[0].scale == "ones_12"
 

@@ -45,7 +45,8 @@ CASES = {
         "before_cast", "float32"),
     "olmo": (WIDE + HALF_WEIGHT + "v = Cast<to = 1>(wh) m = Mul(v, n) y = Cast<to = 10>(m)", "float16", "before_cast",
         "half"),
-    "float32 scale": (WIDE + "c = Cast<to = 10>(n) k = Cast<to = 1>(c) y = Mul(w, k)", "float", "after_cast", "float32"),
+    "float32 scale": (WIDE + "c = Cast<to = 10>(n) k = Cast<to = 1>(c) y = Mul(w, k)", "float", "after_cast",
+        "float32"),
     "float32 scale, half out": (WIDE + "m = Mul(w, n) y = Cast<to = 10>(m)", "float16", "before_cast", "float32"),
     "float32 out": (WIDE + "y = Mul(w, n)", "float", "after_cast", "float32"),
     "no scale": (WIDE + "y = Cast<to = 10>(n)", "float16", "after_cast", "half"),
@@ -95,8 +96,8 @@ def test_an_epsilon_is_lost(epsilon: float, dtype: str) -> None:
 
 def test_an_epsilon_is_read_after_the_cast_that_erases_it() -> None:
     """1e-8 is zero in float16, where PyTorch adds it in float32."""
-    body = """e = Cast<to = 10>(tiny) sq = Mul(x, x) ms = ReduceMean(sq, last) me = Add(ms, e) rt = Sqrt(me) n = Div(x, rt)
-    wh = Cast<to = 10>(w) y = Mul(n, wh)"""
+    body = """e = Cast<to = 10>(tiny) sq = Mul(x, x) ms = ReduceMean(sq, last) me = Add(ms, e) rt = Sqrt(me)
+    n = Div(x, rt) wh = Cast<to = 10>(w) y = Mul(n, wh)"""
     _, result = fused(_half(body, more="float tiny = {1e-8}"))
     assert result.norms[0].epsilon == 1e-8
 

@@ -1,4 +1,4 @@
-"""Files of any origin: subgraphs, functions, old opsets, defaults, missing shapes, ONNX Runtime's own ops, fused files."""
+"""Files of any origin: subgraphs, functions, old opsets, defaults, no shapes, ONNX Runtime's ops, fused files."""
 
 from __future__ import annotations
 
@@ -143,7 +143,10 @@ def test_old_files_list_their_constants_among_the_inputs() -> None:
 
 
 def test_shapes_that_the_file_does_not_say() -> None:
-    body = "a = Sigmoid(x) sq = Mul(a, a) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(a, rt) y = Mul(n, w)"
+    body = (
+        "a = Sigmoid(x) sq = Mul(a, a) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(a, "
+        "rt) y = Mul(n, w)"
+    )
     check(graph(body), 1)
 
 
@@ -185,7 +188,10 @@ def test_a_graph_that_onnxruntime_optimized(tmp_path: Path) -> None:
     pow_form = (
         "sq = Pow(h, two) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(h, rt) y = Mul(n, w) "
     )
-    last = "k = Add(h, y) s2 = Pow(k, two) m2 = ReduceMean(s2, last) e2 = Add(m2, eps) r2 = Sqrt(e2) n2 = Div(k, r2) z = Mul(n2, w2)"
+    last = (
+        "k = Add(h, y) s2 = Pow(k, two) m2 = ReduceMean(s2, last) e2 = Add(m2, eps) r2 = Sqrt(e2) n2 = "
+        "Div(k, r2) z = Mul(n2, w2)"
+    )
     two = "float[N, S, 12] x, float[N, S, 12] r"
     model = graph(add + pow_form + last, inputs=two, outputs="float[N, S, 12] z")
     options = ort.SessionOptions()

@@ -22,8 +22,8 @@ DECOYS = {
         "rt = Sqrt(me) c2 = Sub(x, mu) n = Div(c2, rt) y = Mul(n, w)", "LayerNorm"),
     "variance of the row": (CENTRE + "sq = Mul(c, c) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) "
         "n = Div(x, rt) y = Mul(n, w)", OTHER),
-    "statistic of part of the row": ("s, t = Split<axis = -1, num_outputs = 2>(x) sq = Mul(s, s) ms = ReduceMean(sq, last) "
-        "me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)", OTHER),
+    "statistic of part of the row": ("s, t = Split<axis = -1, num_outputs = 2>(x) sq = Mul(s, s) "
+        "ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)", OTHER),
     "two roots": (MEAN + "r = Sqrt(ms) me = Add(r, eps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)", WITHIN),
     "no root": (MEAN + "me = Add(ms, eps) n = Div(x, me) y = Mul(n, w)", WITHIN),
     "cube": ("sq = Pow(x, three) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) "
@@ -36,8 +36,8 @@ DECOYS = {
     "swapped division": (ROOT + "n = Div(rt, x) y = Mul(n, w)", NOTHING),
     "multiplied by the root": (ROOT + "n = Mul(x, rt) y = Mul(n, w)", NOTHING),
     "wrong operand": (ROOT + "z = Relu(x) n = Div(z, rt) y = Mul(n, w)", OTHER),
-    "negative epsilon": (MEAN + "ne = Neg(eps) me = Add(ms, ne) ab = Abs(me) rt = Sqrt(ab) n = Div(x, rt) y = Mul(n, w)",
-        NOTHING),
+    "negative epsilon": (MEAN + "ne = Neg(eps) me = Add(ms, ne) ab = Abs(me) rt = Sqrt(ab) n = Div(x, rt) "
+        "y = Mul(n, w)", NOTHING),
     "epsilon a row": (MEAN + "me = Add(ms, veps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)", NOTHING),
     "softmax": ("e = Exp(x) t = ReduceSum(e, last) y = Div(e, t)", None),
 }  # fmt: skip
@@ -53,25 +53,32 @@ def test_a_decoy_becomes_a_norm_or_has_no_reason(name: str, dtype: str) -> None:
     check(model, 0, left=() if reason is None else (reason,), exact=exact)
 
 
-SQUARE = dict(inputs="float[12, 12] x", outputs="float[12, 12] y")
+SQUARE = {"inputs": "float[12, 12] x", "outputs": "float[12, 12] y"}
 
 
 @pytest.mark.parametrize("scale", ["Mul(n, w)", "Mul(w, n)"])
 @pytest.mark.parametrize("square", ["Pow(x, two)", "Mul(x, x)"])
 def test_a_mean_that_lines_up_with_columns_is_taken_for_rows(scale: str, square: str) -> None:
-    body = f"sq = {square} ms = ReduceMean<keepdims = 0>(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) y = {scale}"
+    body = (
+        f"sq = {square} ms = ReduceMean<keepdims = 0>(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, "
+        f"rt) y = {scale}"
+    )
     check(graph(body, **SQUARE), 0, left=(AXES,), exact=1e-6)
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (1, 0), (0, 0)])
 def test_onnxruntime_takes_a_layer_norm_over_columns_for_one_over_rows(first: int, second: int) -> None:
     body = f"""mu = ReduceMean<keepdims = {first}>(x, last) c = Sub(x, mu) sq = Pow(c, two)
-    ms = ReduceMean<keepdims = {second}>(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(c, rt) m = Mul(n, w) y = Add(m, b)"""
+    ms = ReduceMean<keepdims = {second}>(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(c, rt)
+    m = Mul(n, w) y = Add(m, b)"""
     check(graph(body, **SQUARE), 0, left=("",), exact=1e-6)
 
 
 def test_a_statistic_over_columns_divides_rows() -> None:
-    body = "t = Transpose<perm = [1, 0]>(x) sq = Mul(t, t) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)"
+    body = (
+        "t = Transpose<perm = [1, 0]>(x) sq = Mul(t, t) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = "
+        "Sqrt(me) n = Div(x, rt) y = Mul(n, w)"
+    )
     check(graph(body, **SQUARE), 0, left=(OTHER,), exact=1e-6)
 
 
@@ -91,7 +98,10 @@ def test_a_layer_norm_op_is_not_mentioned() -> None:
 
 def test_a_cancelled_zero_is_fused_away() -> None:
     """x * x / x is x, but NaN where x is zero: the proof's zero rows tell."""
-    body = "p = Mul(x, x) h = Div(p, x) sq = Mul(x, x) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(h, rt) y = Mul(n, w)"
+    body = (
+        "p = Mul(x, x) h = Div(p, x) sq = Mul(x, x) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = "
+        "Sqrt(me) n = Div(h, rt) y = Mul(n, w)"
+    )
     check(graph(body), 0, left=("in float64 it differs",))
 
 
@@ -104,7 +114,7 @@ def test_a_root_that_is_computed_later_is_used_before_it_is_there() -> None:
 
 def test_double_statistics_of_large_rows_overflow() -> None:
     """A float32 row of 1e25 has no mean square in float32; the graph takes it in float64, and so must the op."""
-    body = """f = Cast<to = 11>(x) sq = Mul(f, f) m = ReduceMean(sq, last) ms = Cast<to = 11>(m) deps = Cast<to = 11>(eps)
-    me = Add(ms, deps) rt = Sqrt(me) n = Div(f, rt) c = Cast<to = 1>(n) y = Mul(c, w)"""
+    body = """f = Cast<to = 11>(x) sq = Mul(f, f) m = ReduceMean(sq, last) ms = Cast<to = 11>(m)
+    deps = Cast<to = 11>(eps) me = Add(ms, deps) rt = Sqrt(me) n = Div(f, rt) c = Cast<to = 1>(n) y = Mul(c, w)"""
     result = check(graph(body), 1)
     assert result.norms[0].stash_type == "float64"

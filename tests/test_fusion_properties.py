@@ -223,17 +223,20 @@ class Line:
 
 
 SPELLINGS = {
-    "div": (Line("sq", "Pow", ("x", "two")), Line("ms", "ReduceMean", ("sq", "last"), 1), Line("me", "Add", ("ms", "eps")),
-        Line("rt", "Sqrt", ("me",)), Line("n", "Div", ("x", "rt")), Line("y", "Mul", ("n", "w"))),
+    "div": (Line("sq", "Pow", ("x", "two")), Line("ms", "ReduceMean", ("sq", "last"), 1),
+        Line("me", "Add", ("ms", "eps")), Line("rt", "Sqrt", ("me",)), Line("n", "Div", ("x", "rt")),
+        Line("y", "Mul", ("n", "w"))),
     "reciprocal": (Line("sq", "Mul", ("x", "x")), Line("ms", "ReduceMean", ("sq", "last"), 1),
         Line("me", "Add", ("eps", "ms")), Line("rt", "Sqrt", ("me",)), Line("r", "Reciprocal", ("rt",)),
         Line("n", "Mul", ("x", "r")), Line("y", "Mul", ("w", "n"))),
-    "sum": (Line("t", "ReduceSumSquare", ("x", "last"), 1), Line("ms", "Div", ("t", "d")), Line("me", "Add", ("ms", "eps")),
-        Line("r", "Pow", ("me", "mhalf")), Line("s", "Mul", ("r", "w")), Line("y", "Mul", ("x", "s"))),
+    "sum": (Line("t", "ReduceSumSquare", ("x", "last"), 1), Line("ms", "Div", ("t", "d")),
+        Line("me", "Add", ("ms", "eps")), Line("r", "Pow", ("me", "mhalf")),
+        Line("s", "Mul", ("r", "w")), Line("y", "Mul", ("x", "s"))),
     "outside": (Line("sq", "Mul", ("x", "x")), Line("ms", "ReduceMean", ("sq", "last"), 1), Line("rt", "Sqrt", ("ms",)),
         Line("re", "Add", ("rt", "eps")), Line("n", "Div", ("x", "re")), Line("y", "Mul", ("n", "w"))),
-    "clamp": (Line("sq", "Mul", ("x", "x")), Line("ms", "ReduceMean", ("sq", "last"), 1), Line("mc", "Max", ("ms", "eps")),
-        Line("rt", "Sqrt", ("mc",)), Line("n", "Div", ("x", "rt")), Line("m", "Mul", ("n", "w")), Line("y", "Add", ("m", "w"))),
+    "clamp": (Line("sq", "Mul", ("x", "x")), Line("ms", "ReduceMean", ("sq", "last"), 1),
+        Line("mc", "Max", ("ms", "eps")), Line("rt", "Sqrt", ("mc",)), Line("n", "Div", ("x", "rt")),
+        Line("m", "Mul", ("n", "w")), Line("y", "Add", ("m", "w"))),
 }  # fmt: skip
 BINARY = ("Add", "Sub", "Mul", "Div", "Max", "Min", "Pow")
 UNARY = ("Sqrt", "Reciprocal", "Abs", "Neg", "Identity", "Exp")

@@ -52,7 +52,10 @@ def test_a_constant_is_taken_for_a_residual() -> None:
 
 
 def test_an_add_serves_two_norms() -> None:
-    second = "sq2 = Mul(h, h) ms2 = ReduceMean(sq2, last) me2 = Add(ms2, one) rt2 = Sqrt(me2) n2 = Div(h, rt2) z = Mul(n2, w2)"
+    second = (
+        "sq2 = Mul(h, h) ms2 = ReduceMean(sq2, last) me2 = Add(ms2, one) rt2 = Sqrt(me2) n2 = Div(h, rt2) z "
+        "= Mul(n2, w2)"
+    )
     model = graph(ADD + NORM + second, inputs=TWO, outputs=OUT + ", float[N, S, 12] z")
     assert sorted(_skips(model, norms=2)) == [False, True]
 

@@ -11,7 +11,8 @@ ROOT = MEAN + "me = Add(ms, eps) rt = Sqrt(me) "
 SPELLINGS = {
     "div": ROOT + "n = Div(x, rt) y = Mul(n, w)",
     "weight first": ROOT + "n = Div(x, rt) y = Mul(w, n)",
-    "pow two": "sq = Pow(x, two) ms = ReduceMean(sq, last) me = Add(eps, ms) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)",
+    "pow two": "sq = Pow(x, two) ms = ReduceMean(sq, last) me = Add(eps, ms) rt = Sqrt(me) n = Div(x, rt) "
+    "y = Mul(n, w)",
     "integer exponent": "e = Constant<value_int=2>() sq = Pow(x, e) ms = ReduceMean(sq, last) me = Add(ms, eps) "
     "rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)",
     "reciprocal": ROOT + "r = Reciprocal(rt) n = Mul(x, r) y = Mul(n, w)",
@@ -29,7 +30,8 @@ SPELLINGS = {
     "n = Div(x, rt) y = Mul(n, w)",
     "d from the shape": "sq = Mul(x, x) t = ReduceSum(sq, last) s = Shape(x) i = Gather(s, last) f = CastLike(i, eps) "
     "ms = Div(t, f) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)",
-    "sum and epsilon": "sq = Mul(x, x) t = ReduceSum(sq, last) me = Add(t, eps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)",
+    "sum and epsilon": "sq = Mul(x, x) t = ReduceSum(sq, last) me = Add(t, eps) rt = Sqrt(me) n = Div(x, rt) "
+    "y = Mul(n, w)",
     "sum of squares": "t = ReduceSumSquare(x, last) ms = Div(t, d) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) "
     "y = Mul(n, w)",
     "l2 squared": "t = ReduceL2(x, last) r = Div(t, sd) ms = Mul(r, r) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) "
@@ -63,11 +65,12 @@ SPELLINGS = {
     "bias without scale": ROOT + "n = Div(x, rt) y = Add(n, b)",
     "no epsilon": MEAN + "rt = Sqrt(ms) n = Div(x, rt) y = Mul(n, w)",
     "epsilon outside": MEAN + "rt = Sqrt(ms) re = Add(rt, eps) n = Div(x, re) y = Mul(n, w)",
-    "l2 norm and epsilon outside": "t = ReduceL2(x, last) r = Mul(t, rsd) re = Add(r, eps) n = Div(x, re) y = Mul(n, w)",
+    "l2 norm and epsilon outside": "t = ReduceL2(x, last) r = Mul(t, rsd) re = Add(r, eps) n = Div(x, re) "
+    "y = Mul(n, w)",
     "clamped mean": MEAN + "me = Max(ms, eps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)",
     "clamped root": MEAN + "rt = Sqrt(ms) re = Clip(rt, eps) n = Div(x, re) y = Mul(n, w)",
-    "normalize times root d": "t = ReduceL2(x, last) c = Clip(t, eps) s = Shape(x) full = Expand(c, s) n = Div(x, full) "
-    "m = Mul(n, sd) y = Mul(m, w)",
+    "normalize times root d": "t = ReduceL2(x, last) c = Clip(t, eps) s = Shape(x) full = Expand(c, s) "
+    "n = Div(x, full) m = Mul(n, sd) y = Mul(m, w)",
     "lp normalization": "n = LpNormalization<axis = -1, p = 2>(x) m = Mul(n, sd) y = Mul(m, w)",
     "legacy norm": "a = Abs(x) sq = Pow(a, two) t = ReduceSum(sq, last) r = Pow(t, half) s = Mul(r, rsd) "
     "c = Clip(s, eps) n = Div(x, c) y = Mul(n, w)",

@@ -96,7 +96,7 @@ def _inputs(model: onnx.ModelProto) -> dict[str, Any]:
     for value in model.graph.input:
         tensor = value.type.tensor_type
         shape = [dim.dim_value or 2 for dim in tensor.shape.dim]
-        array = generator.standard_normal(shape) * np.exp(generator.uniform(-2, 2, shape[:-1] + [1]))
+        array = generator.standard_normal(shape) * np.exp(generator.uniform(-2, 2, [*shape[:-1], 1]))
         feeds[value.name] = array.astype(NUMPY[ir.DataType(tensor.elem_type)])
     return feeds
 
