@@ -20,6 +20,7 @@ from rmsnorm_deploy.errors import BackendUnavailable, InputError
 if TYPE_CHECKING:
     from rmsnorm_deploy.bundle import Bundle
     from rmsnorm_deploy.parity import Sample
+    from rmsnorm_deploy.parity.oracle import BundleLike
     from rmsnorm_deploy.parity.ulp import Array
 
 RECIPES = Path(__file__).parent.parent / "export"
@@ -143,6 +144,7 @@ def run_family(family: str, dtype: str, recipes: Path = RECIPES) -> Result:
 def judge_bundle(bundle: Bundle, result: Result) -> Result:
     """Counts and errors of a bundle that was made in this process, put into ``result``."""
     from rmsnorm_deploy.observe import executed_norms
+    from rmsnorm_deploy.parity.backends import HeldBundle
     from rmsnorm_deploy.runtime.tensors import to_torch
 
     samples = other_sizes(bundle.manifest)
@@ -159,7 +161,7 @@ def judge_bundle(bundle: Bundle, result: Result) -> Result:
         left=len(bundle.left),
         fixed=tuple(_fixed(bundle.manifest)),
     )
-    return _Judge(bundle, samples).judge(counted)
+    return _Judge(HeldBundle(bundle), samples).judge(counted)
 
 
 def other_sizes(manifest: Mapping[str, Any]) -> list[Sample]:
@@ -186,7 +188,7 @@ def _fixed(manifest: Mapping[str, Any]) -> Iterator[str]:
 class _Judge:
     """The float64 truth of a bundle for some samples, and PyTorch's own error."""
 
-    bundle: Bundle
+    bundle: BundleLike
     samples: list[Sample]
     truth: list[list[Array]] = field(default_factory=list)
     eager: list[list[Array]] = field(default_factory=list)
