@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, DeployError
+from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, DeployError, InputError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("bundle", type=Path, help="the folder that the export left")
+    parser.add_argument("bundle", type=Path, nargs="?", help="the folder that the export left")
     parser.add_argument(
         "--backend",
         action="append",
@@ -44,14 +44,49 @@ def _parser() -> argparse.ArgumentParser:
         "--inputs", type=Path, metavar="FILE.npz", help="judge on these arrays, named as the inputs are"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the inputs that are made up (0)")
+    parser.add_argument(
+        "--bisect",
+        action="store_true",
+        help="name the first norm that differs on each backend, whether it fails or not",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where a norm at fault is saved alone, with its input (bisect beside the bundle)",
+    )
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML too")
+    parser.add_argument(
+        "--suite", action="store_true", help="in the place of a bundle: every variant of the op on every backend here"
+    )
+    parser.add_argument(
+        "--faults",
+        action="store_true",
+        help="plant faults in the bundle's model (without one: in tiny Llamas) and count which are caught and named",
+    )
+    parser.add_argument("--seeds", type=int, default=200, help="with --faults: seeds on which a clean bundle must pass")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.suite:
+        from rmsnorm_deploy.parity.suite import main as suite
+
+        return suite(seed=options.seed)
+    if options.faults:
+        from rmsnorm_deploy.parity.faults import main as faults
+
+        return faults(options.bundle, options.seeds)
+    if options.bundle is None:
+        raise InputError("name a bundle, or give --suite or --faults; see python -m rmsnorm_deploy.parity --help")
+    return _judge(options)
+
+
+def _judge(options: argparse.Namespace) -> int:
     from rmsnorm_deploy.bundle import open_bundle
     from rmsnorm_deploy.parity.junit import write_junit
+    from rmsnorm_deploy.parity.lone_norm import snippet
     from rmsnorm_deploy.parity.progress import Progress
     from rmsnorm_deploy.parity.run import run_parity
     from rmsnorm_deploy.parity.samples import load_samples
@@ -59,13 +94,25 @@ def _run(options: argparse.Namespace) -> int:
     bundle = open_bundle(options.bundle)
     samples = load_samples(options.inputs, bundle.manifest) if options.inputs else None
     with Progress() as progress:
-        report = run_parity(bundle, backends=options.backend, seed=options.seed, samples=samples, progress=progress)
+        folder = options.out or options.bundle.resolve().parent / "bisect"
+        report = run_parity(
+            bundle,
+            backends=options.backend,
+            seed=options.seed,
+            samples=samples,
+            progress=progress,
+            bisect=options.bisect,
+            save_to=folder,
+        )
     if options.junit:
         write_junit(report, options.junit)
     if options.json:
         print(json.dumps(report.to_json(), indent=1))
     else:
         print("\n".join(report.summary()))
+        saved = {finding.saved: finding for finding in report.findings if finding.saved}
+        for files, finding in saved.items():
+            print(f"\n{finding.norm} alone, with its input: {folder / files[0]}; to run it:\n{snippet(folder, files)}")
     return EXIT_OK if report.ok else EXIT_PARITY
 
 
