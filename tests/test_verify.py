@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity_fakes import FakeBundle, make_bundle
+from parity_fakes import FakeBundle, TokenModel, make_bundle
 
+from rmsnorm_deploy import export_model
+from rmsnorm_deploy.benchmark import BenchmarkReport
 from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.parity import ParityReport
 from rmsnorm_deploy.verify import check_files, main
 
 
@@ -120,3 +123,34 @@ def test_a_file_or_nothing_is_no_bundle(tmp_path: Path, capsys: pytest.CaptureFi
 def test_hashes_alone_run_nothing(bundle: FakeBundle, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(bundle.path), "--files-only"]) == 0
     assert capsys.readouterr().out == "every file is as exported\n"
+
+
+def test_the_whole_road_from_export_to_an_altered_weight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    made = export_model(
+        TokenModel(width=64).half(),
+        (torch.randint(0, 50, (2, 7)),),
+        out_dir=tmp_path / "out",
+        check=True,
+        benchmark=True,
+    )
+    assert len(made.norms) == 5
+    judged = ParityReport.from_json(json.loads((made.path / "parity.json").read_text()))
+    assert judged.ok
+    assert judged.backend("onnxruntime").verdict == "pass"
+    assert (
+        BenchmarkReport.from_json(json.loads((made.path / "benchmark.json").read_text())).timing("pytorch").median > 0
+    )
+    page = (made.path / "report.html").read_text()
+    assert "The same model</h1>" in page
+    assert main([str(made.path)]) == 0
+    assert "every file is as exported" in capsys.readouterr().out
+    (made.path / "extra.onnx").write_text("")
+    assert main([str(made.path), "--files-only"]) == 1
+    assert capsys.readouterr().out.startswith("extra.onnx is extra")
+    (made.path / "extra.onnx").unlink()
+    content = bytearray(made.model_path.read_bytes())
+    content[len(content) // 2] ^= 1
+    made.model_path.write_bytes(bytes(content))
+    assert main([str(made.path)]) == 1
+    assert capsys.readouterr().out.startswith("model.onnx is altered")
