@@ -13,7 +13,6 @@ import torch
 from parity_fakes import FakeBundle, TokenModel, make_bundle
 
 from rmsnorm_deploy import export_model
-from rmsnorm_deploy.benchmark import BenchmarkReport
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity import ParityReport
 from rmsnorm_deploy.verify import check_files, main
@@ -132,7 +131,6 @@ def test_the_whole_road_from_export_to_an_altered_weight(tmp_path: Path, capsys:
         (torch.randint(0, 50, (2, 7)),),
         out_dir=tmp_path / "out",
         check=True,
-        benchmark=True,
     )
     assert len(made.norms) == 5
     judged = ParityReport.from_json(json.loads((made.path / "parity.json").read_text()))
