@@ -136,9 +136,6 @@ def test_the_whole_road_from_export_to_an_altered_weight(tmp_path: Path, capsys:
     judged = ParityReport.from_json(json.loads((made.path / "parity.json").read_text()))
     assert judged.ok
     assert judged.backend("onnxruntime").verdict == "pass"
-    assert (
-        BenchmarkReport.from_json(json.loads((made.path / "benchmark.json").read_text())).timing("pytorch").median > 0
-    )
     page = (made.path / "report.html").read_text()
     assert "The same model</h1>" in page
     assert main([str(made.path)]) == 0
