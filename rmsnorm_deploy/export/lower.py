@@ -123,12 +123,23 @@ def _infer_types(node: ir.Node, schema: OpSchema) -> None:
     for output, formal in _with_formals(node.outputs, schema.outputs):
         if output is None or output.dtype is not None:
             continue
-        to = node.attributes.get("to")
-        dtype = ir.DataType(to.as_int()) if node.op_type == "Cast" and to is not None else known.get(formal.type_str)
-        if node.op_type == "Constant" and "value" in node.attributes:
-            dtype = node.attributes["value"].as_tensor().dtype
+        dtype = _attribute_type(node) or known.get(formal.type_str) or _only_type(formal)
         if dtype is not None:
             output.type = ir.TensorType(dtype)
+
+
+def _attribute_type(node: ir.Node) -> ir.DataType | None:
+    if node.op_type == "Cast":
+        return ir.DataType(node.attributes["to"].as_int())
+    if node.op_type == "Constant" and "value" in node.attributes:
+        return node.attributes["value"].as_tensor().dtype
+    return None
+
+
+def _only_type(formal: OpSchema.FormalParameter) -> ir.DataType | None:
+    """The type of an output that may have no other, such as a comparison's."""
+    names = [text.removeprefix("tensor(").rstrip(")").upper() for text in formal.types]
+    return ir.DataType[names[0]] if len(names) == 1 and names[0] in ir.DataType.__members__ else None
 
 
 def _narrow(node: ir.Node, output: ir.Value) -> None:
