@@ -260,3 +260,10 @@ def test_an_epsilon_of_1e8_survives_and_a_zero_row_stays_zero(tmp_path: Path) ->
     (y,) = bundle.session("onnxruntime")(torch.zeros(4, WIDTH))
     assert bundle.norms[0].epsilon == 1e-8
     assert torch.equal(y, torch.zeros(4, WIDTH))
+
+
+def test_parity_of_a_cast_model_is_judged_against_the_cast_model(tmp_path: Path) -> None:
+    bundle = export_model(Block(), (torch.randn(2, 3, WIDTH),), out_dir=tmp_path / "b", precision="fp16", check=True)
+    parity = json.loads((bundle.path / "parity.json").read_text())
+    assert parity["ok"], parity
+    assert bundle.session("pytorch")(torch.randn(2, 3, WIDTH).half())[0].dtype == torch.float16

@@ -76,7 +76,7 @@ def export_model(
     source = _source(model, tuple(args), dict(kwargs or {}), dynamic_shapes)
     options = Options(Path(out_dir), precision, opset, (), check, benchmark, force)
     bundle = run(source, options, lambda stage: nullcontext())
-    if isinstance(model, torch.nn.Module):
+    if isinstance(model, torch.nn.Module) and precision == "keep":
         bundle.eager = model
     return bundle
 

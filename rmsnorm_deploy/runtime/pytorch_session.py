@@ -68,7 +68,9 @@ class PyTorchSession(Session):
     def _structured(self, feeds: Mapping[str, Array]) -> tuple[Any, dict[str, Any]]:
         """The call's arguments, nested as they were at export."""
         leaves = {**self.signature.constants, **{spec.path: feeds[spec.name] for spec in self.signature.inputs}}
-        program = self._program if self._program is not None else self._bundle.program()
+        if self._program is None:
+            self._program = self._bundle.program()  # the module knows how to run, the program how it was called
+        program = self._program
         if program is None:
             return (), nest(leaves)
         return arguments_like(program, self.signature.parameters, leaves)
