@@ -222,6 +222,7 @@ class _Judge:
                 raise
             refusal = str(error)
         refusal = refusal.split("[ONNXRuntimeError] : ")[-1].replace(str(self.bundle.model_path), "the model")
+        refusal = refusal.split(" node with name")[0]  # the operator tells more than the node
         return self._reference(replace(result, refused=refusal))
 
     def _reference(self, result: Result) -> Result:

@@ -139,5 +139,5 @@ def test_the_zoo_ends_with_status_1_when_a_norm_is_not_fused(capsys: pytest.Capt
         monkeypatch.setattr("rmsnorm_deploy.zoo.run_zoo", lambda *_, found=results: iter(found))
         status, out, _ = run(capsys, "--zoo", "--markdown")
         assert status == expected
-    assert "| Llama | fp32 | 5 | 5 | 4 | 0 | ONNX Runtime | 3.0 of 30.0 |" in out
+    assert "| Llama | fp32 | 5 of 5 | 4 | 0 | ONNX Runtime | 3.0 of 30.0 | 0.0 | 0e+00 | pass |" in out
     assert "- Qwen2 fp16: PyTorch can't trace it" in out

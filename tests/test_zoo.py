@@ -38,6 +38,14 @@ EXPECTED = {
     "L2-norm": (9, 4),
     "Cohere": (0, 0),
 }
+# Where PyTorch itself does something between the add and the norm in a half type: Mamba 2 adds in float32 and then
+# rounds, and T5 clamps float16 against infinities.
+OTHER_RESIDUALS = {
+    ("Mamba 2", "fp16"): 1,
+    ("Mamba 2", "bf16"): 1,
+    ("T5", "fp16"): 0,
+    ("T5 encoder", "fp16"): 0,
+}
 FAST = {
     ("Llama", "fp32"),
     ("Gemma 3", "fp16"),
@@ -65,16 +73,11 @@ def test_every_executed_norm_is_fused_and_right(family: str, dtype: str) -> None
     assert result.problem is None
     executed, residual = EXPECTED[family]
     assert (result.executed, result.fused) == (executed, executed)
-    if (family, dtype) not in OTHER_RESIDUALS:
-        assert result.residual == residual
+    assert result.residual == OTHER_RESIDUALS.get((family, dtype), residual)
     assert result.left == (7 if family == "Cohere" else 0)
     assert result.fixed == (("input_ids[1]=6",) if family == "Jamba" else ())
     assert result.runtime == "ONNX Runtime" or dtype == "bf16"
     assert result.ok, result
-
-
-# Mamba 2 keeps its residual stream in float32: in a half type the sum is wider than the norm's input.
-OTHER_RESIDUALS = {("Mamba 2", "fp16"), ("Mamba 2", "bf16")}
 
 
 def test_each_family_has_its_recipe_and_its_numbers() -> None:

@@ -116,7 +116,7 @@ def proof(norm: NormRecord) -> str:
 
 # -- the zoo
 
-_ZOO = ("family", "dtype", ">executed", ">fused", ">with add", ">left", "run by", ">max ULP", ">eager", "verdict")
+_ZOO = ("family", "dtype", ">fused", ">+add", ">left", "run by", ">max ULP", ">eager", ">float64", "verdict")
 
 
 def zoo_table(results: Sequence[Result]) -> Table:
@@ -131,19 +131,25 @@ def zoo_table(results: Sequence[Result]) -> Table:
 def zoo_cells(result: Result) -> list[str]:
     """The cells of one row, without notes."""
     if result.problem is not None:
-        return [result.family, result.dtype, "", "", "", "", "", "", "", "not exported"]
-    numbers = [result.executed, result.fused, result.residual, result.left]
-    verdict = result.verdict if result.ok or result.verdict == "fail" else "WRONG"
-    ulps = f"{result.max_ulp:.1f} of {result.budget:.1f}"
+        return [result.family, result.dtype, *[""] * (len(_ZOO) - 3), "not exported"]
     return [
         result.family,
         result.dtype,
-        *map(str, numbers),
+        f"{result.fused} of {result.executed}",
+        str(result.residual),
+        str(result.left),
         result.runtime,
-        ulps,
+        f"{result.max_ulp:.1f} of {result.budget:.1f}",
         f"{result.eager_ulp:.1f}",
-        verdict.replace("pass-better-than-eager", "like eager"),
+        f"{result.graph_error:.0e}",
+        _verdict(result),
     ]
+
+
+def _verdict(result: Result) -> str:
+    if result.verdict == "fail" or not result.ok:
+        return "FAIL"
+    return {"pass-better-than-eager": "like eager"}.get(result.verdict, result.verdict)
 
 
 def zoo_notes(results: Iterable[Result]) -> list[str]:
