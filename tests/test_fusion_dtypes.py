@@ -127,6 +127,13 @@ def test_casts_in_odd_places() -> None:
     assert [record.op_type for record in result.norms] == ["RMSNorm_before_cast"]
 
 
+def test_a_cast_that_loses_nothing_is_taken_for_a_rounding() -> None:
+    """PyTorch's decompositions compute an absolute value of half precision in float32."""
+    body = """f = Cast<to = 1>(x) a = Abs(f) h = Cast<to = 10>(a) g = Cast<to = 1>(h) sq = Pow(g, two)
+    ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(f, rt) m = Mul(n, w) y = Cast<to = 10>(m)"""
+    assert len(fused(_half(body))[1].norms) == 1
+
+
 def test_integers_are_taken_for_rows() -> None:
     body = "sq = Mul(x, x) ms = ReduceMean(sq, last) q = Div(x, ms) y = Cast<to = 1>(q)"
     check(graph(body, inputs="int64[N, S, 12] x"), 0)

@@ -157,6 +157,13 @@ def test_shapes_hidden_behind_an_onnxruntime_norm() -> None:
     assert len(run(proto, {"z": np.ones((2, 3, 12), np.float32)})) == 1
 
 
+def test_a_scalar_of_unknown_shape_is_squeezed() -> None:
+    """PyTorch's old exporter takes the width from the shape, and says of no inner value what shape it has."""
+    body = """s = Shape(x) i = Gather(s, last) u = Squeeze(i, first) f = Cast<to = 1>(u) sq = Mul(x, x)
+    t = ReduceSum(sq, last) ms = Div(t, f) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)"""
+    check(graph(body), 1)
+
+
 # -- ONNX Runtime's ops
 
 

@@ -26,7 +26,7 @@ from rmsnorm_deploy.fusion.meaning import (
     resolve,
 )
 from rmsnorm_deploy.fusion.numbering import Numbering
-from rmsnorm_deploy.fusion.values import dtype_of, is_float_value, is_wider, shape_of, widest_source
+from rmsnorm_deploy.fusion.values import dtype_of, holds_only, is_float_value, shape_of, widest_source
 from rmsnorm_deploy.opset import FLOAT_TYPES
 
 LARGEST_FLOAT = 3.4e38  # a clamp's upper bound that no float32 reaches
@@ -84,11 +84,13 @@ class Interpreter:
         return meaning
 
     def _leaf(self, value: ir.Value) -> Meaning:
-        shape = shape_of(value)
+        shape, array = shape_of(value), self.constants.lifted(value)
+        if shape is None and array is not None:
+            shape = array.shape
         number = self.constants.scalar(value)
         if number is not None and number != 0 and number == number and abs(number) != float("inf"):
             constants = {} if abs(number) == 1 else {abs(number): 1.0}
-            return Meaning({}, constants, -1 if number < 0 else 1, shape or ())
+            return Meaning({}, constants, -1 if number < 0 else 1, shape)
         return self._opaque(("value", self.numbering.of(value)), value, shape)
 
     def _opaque(self, key: tuple[object, ...], value: ir.Value, shape: Shape | None) -> Meaning:
@@ -392,8 +394,7 @@ class Interpreter:
         if source.dtype not in FLOAT_TYPES or target not in FLOAT_TYPES:
             return None
         meaning = self.of(source)
-        widens = target == source.dtype or is_wider(target, source.dtype)
-        if widens or meaning.statistics or not meaning.factors:
+        if holds_only(source, target) or meaning.statistics or not meaning.factors:
             return meaning
         return self._opaque(("narrowed", meaning.key, int(target)), result, meaning.shape)
 
@@ -408,8 +409,8 @@ class Interpreter:
 
     def _squeeze(self, node: ir.Node) -> Meaning | None:
         m, axes = self._with_axes(node)
-        if m is None or m.shape is None:
-            return None
+        if m is None or not m.shape:
+            return m
         rank = len(m.shape)
         gone = {a % rank for a in axes} if axes is not None else {i for i, d in enumerate(m.shape) if d == 1}
         return _arranged(m, [axis for axis in range(rank) if axis not in gone])

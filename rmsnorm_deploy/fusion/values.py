@@ -44,3 +44,17 @@ def widest_source(value: ir.Value) -> ir.Value:
             break
         value, node = source, source.producer()
     return value
+
+
+_EXACT = ("Abs", "Cast", "CastLike", "Expand", "Identity", "Neg", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+
+
+def holds_only(value: ir.Value, dtype: ir.DataType) -> bool:
+    """Whether every number of ``value`` is one of ``dtype``: it has a narrower type, or is made from what has one."""
+    source: ir.Value | None = value
+    while source is not None and source.dtype in FLOAT_TYPES:
+        if source.dtype == dtype or is_wider(dtype, source.dtype):
+            return True
+        node = source.producer()
+        source = node.inputs[0] if node is not None and node.domain == "" and node.op_type in _EXACT else None
+    return False
