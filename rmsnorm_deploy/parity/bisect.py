@@ -41,7 +41,7 @@ class Walk:
         """The error of a value that the model computes, if it's more than the model before fusing explains."""
         if name not in self.values or name not in self.case.truth:
             return None
-        error, before = site_error(self.values[name], self.case.truth[name]), self.case.before.get(name)
+        error, before = site_error(self.values[name], self.case.truth[name], site.dtype), self.case.before.get(name)
         if self.budget is not None and judge(error, before, self.budget) == FAIL:
             return error
         if before is None or error.max <= norm_budget(site.dtype, width_of(site.record) or 1).max:
@@ -84,7 +84,7 @@ def _first(walk: Walk) -> Finding | None:
 
 def _norm(walk: Walk, site: Site, error: SiteError) -> Finding:
     others = tuple(e.norm for e in walk.errors if e.verdict == FAIL and e.norm != site.name)
-    inherited = [site_error(walk.values[n], walk.case.truth[n]) for n in site.inputs
+    inherited = [site_error(walk.values[n], walk.case.truth[n], site.dtype) for n in site.inputs
                  if n in walk.values and n in walk.case.truth]  # fmt: skip
     worst = max(inherited, key=lambda e: e.max, default=None)
     own = max(_pair(error.isolated_max, error.isolated_mean), _pair(error.own_max, error.own_mean))

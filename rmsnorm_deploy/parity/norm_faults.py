@@ -255,17 +255,27 @@ def _one_element(factor: float) -> Plant:
     return _scale(change)
 
 
+def _gamma_in_half(patient: Patient) -> list[str]:
+    node = patient.norm()
+    place = patient.scale_place(node)
+    if patient.array(node.input[place]).dtype.itemsize == 2:
+        raise CannotPlantError("the scale is in half precision")
+    patient.change_input(node, place, lambda array: array.astype(np.float16))
+    return [node.name]
+
+
 def _exchanged(patient: Patient) -> list[str]:
     norms = [node for node in patient.norms if node.input[patient.scale_place(node)] in patient.graph.constants]
-    shapes = [patient.graph.constants[node.input[patient.scale_place(node)]].dims for node in norms]
+    names = [node.input[patient.scale_place(node)] for node in norms]
+    shapes = [patient.graph.constants[name].dims for name in names]
     for first in range(len(norms)):
         for second in range(first + 1, len(norms)):
-            if shapes[first] == shapes[second]:
+            if shapes[first] == shapes[second] and names[first] != names[second]:
                 a, b = norms[first], norms[second]
                 i, j = patient.scale_place(a), patient.scale_place(b)
                 a.input[i], b.input[j] = b.input[j], a.input[i]
                 return [a.name, b.name]
-    raise CannotPlantError("no two norms of one width")
+    raise CannotPlantError("no two scales of one width")
 
 
 def _bias_added(nodes: Nodes) -> Nodes:
@@ -331,7 +341,7 @@ NORM_FAULTS: dict[str, Plant] = {
     "one gamma's sign": _one_element(-1.0),
     "gamma moved by one": _scale(lambda array: np.roll(array, 1)),
     "gamma reversed": _scale(lambda array: array[..., ::-1]),
-    "gamma in float16": _scale(lambda array: array.astype(np.float16)),
+    "gamma in float16": _gamma_in_half,
     "gamma left out": _scale(np.ones_like),
     "w for 1 + w": _scale(lambda array: array - 1),
     "1 + w for w": _scale(lambda array: array + 1),

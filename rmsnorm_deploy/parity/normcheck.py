@@ -29,7 +29,7 @@ from rmsnorm_deploy.parity.rows import NORMAL_ROWS, adversarial_rows, laid_out, 
 from rmsnorm_deploy.parity.samples import Sample
 from rmsnorm_deploy.parity.scratch import Scratch, open_backend
 from rmsnorm_deploy.parity.sites import Site, Sites, find_sites, is_closed, op_piece, pieces_of
-from rmsnorm_deploy.parity.ulp import Array, UlpError, ulp_error
+from rmsnorm_deploy.parity.ulp import FORMATS, Array, UlpError, ulp_error
 
 # a norm that rounds as the model's own does keeps nearly every bit in half precision; one that rounds elsewhere, three
 # in four
@@ -92,7 +92,7 @@ class NormChecks:
         truth = dict(zip(self._program.outputs, self._program.run(self._formula_feeds(values)), strict=True))
         errors = {}
         for site in self.usable:
-            y = site_error(values[site.depth][site.y], truth[f"norm{site.depth}/{site.y}"])
+            y = site_error(values[site.depth][site.y], truth[f"norm{site.depth}/{site.y}"], site.dtype)
             total = site_error(values[site.depth][site.x], truth[f"sum{site.depth}/{site.x}"]) if site.addends else None
             errors[site.depth] = y if total is None or y.max >= total.max else total
         return errors
@@ -196,13 +196,14 @@ def _with_before(bundle: BundleLike, sites: Sites, cases: list[SiteCase], scratc
     """The cases with the error that the graph before fusing makes at each site in the model's own dtypes."""
     assert bundle.reference_path is not None
     dtypes = {name: dtype for name, dtype in sites.dtypes().items() if sites.reference.is_computed(name)}
+    units = {name: site.dtype for site in sites.sites for name in (*site.inputs, *site.outputs)}
     try:
         file = scratch.tapped(bundle.reference_path, bundle.manifest, dtypes)
         session = open_backend(file, BACKENDS["onnxruntime-unoptimized"])
         found = []
         for case in cases:
             values = session.run(case.sample.feeds)
-            before = {name: site_error(np.asarray(values[name]), case.truth[name]) for name in dtypes}
+            before = {name: site_error(np.asarray(values[name]), case.truth[name], units[name]) for name in dtypes}
             found.append(SiteCase(case.sample, case.truth, before))
         return found
     except DeployError:
@@ -234,7 +235,7 @@ def judge_site(
     isolated = alone.get(site.depth) if isinstance(alone, dict) else None
     own = _worst([errors[site.depth] for errors in owns if site.depth in errors])
     pairs = [] if isinstance(runs, str) else [
-        (site_error(run[site.y], case.truth[site.y]), case.before.get(site.y))
+        (site_error(run[site.y], case.truth[site.y], site.dtype), case.before.get(site.y))
         for run, case in zip(runs, cases, strict=True)
         if site.y in run and site.y in case.truth
     ]  # fmt: skip
@@ -308,10 +309,13 @@ def _run_typed(proto: Any, feeds: Mapping[str, Array]) -> dict[str, Array]:
     return values
 
 
-def site_error(got: Array, truth: Array) -> UlpError:
+def site_error(got: Array, truth: Array, dtype: str = "float64") -> UlpError:
+    """Error in ULPs of the dtype of ``got`` or of ``dtype``, whichever is coarser: a half row scaled by single
+    precision has the exactness of the half."""
     if got.shape != truth.shape:
         return UlpError(np.inf, np.inf, np.inf, int(truth.size), int(truth.size))
-    return ulp_error(got, truth)
+    coarser = min(got.dtype.name, dtype, key=lambda name: FORMATS[name].precision)
+    return ulp_error(got, truth, coarser)
 
 
 def _worst(errors: Sequence[UlpError]) -> UlpError | None:
