@@ -6,11 +6,13 @@ between norms that holds it.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, BackendUnavailable, InputError
@@ -27,7 +29,7 @@ from rmsnorm_deploy.parity.patient import CannotPlantError, Patient
 from rmsnorm_deploy.parity.result import FAIL
 from rmsnorm_deploy.parity.run import Prepared, judge_prepared, prepare
 from rmsnorm_deploy.parity.samples import make_samples
-from rmsnorm_deploy.parity.scratch import Scratch, external_files, link_or_copy
+from rmsnorm_deploy.parity.scratch import Scratch, external_files
 
 HERE = ("onnxruntime",)
 
@@ -52,7 +54,18 @@ class Ward:
         self.bundle = HeldBundle(bundle)
         self.backends = [BACKENDS[name] for name in backends]
         self.prepared: Prepared = prepare(self.bundle, seed=seed)
+        self._scratch = Scratch()
+        for file in external_files(read_model(bundle.model_path)):
+            shutil.copyfile(bundle.model_path.parent / file, self._scratch.path / file)
         self.reference = Graph(read_model(bundle.reference_path), bundle.path)
+
+    def __enter__(self) -> Ward:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._scratch.__exit__(kind, error, trace)
 
     def faults(self) -> Iterator[tuple[str, str]]:
         """(where, name) of every fault, those that this model has no place for too.
@@ -70,16 +83,12 @@ class Ward:
             wrong: Any = NORM_FAULTS[name](patient) if where == "norm" else MODEL_FAULTS[name](patient)
         except CannotPlantError:
             return None
-        with Scratch() as scratch:
-            path = scratch.path / "model.onnx"
-            path.write_bytes(patient.bytes())
-            for file in external_files(patient.model):
-                link_or_copy(self.bundle.model_path.parent / file, scratch.path / file)
-            faulty = HeldBundle(self.bundle, path)
-            report = judge_prepared(self.prepared, faulty, self.backends)
-            caught = all(backend.verdict == FAIL for backend in report.backends)
-            findings = report.findings
-            named = bool(findings) and all(self._is_named(finding, where, wrong) for finding in findings)
+        path = self._scratch.path / "model.onnx"
+        path.write_bytes(patient.bytes())
+        report = judge_prepared(self.prepared, HeldBundle(self.bundle, path), self.backends)
+        caught = all(backend.verdict == FAIL for backend in report.backends)
+        findings = report.findings
+        named = bool(findings) and all(self._is_named(finding, where, wrong) for finding in findings)
         return Outcome(name, where, caught, named, findings[0].text if findings else "nothing")
 
     def _is_named(self, finding: Finding, where: str, wrong: Any) -> bool:
@@ -201,15 +210,15 @@ def _quiet() -> None:
 
 def _report(title: str, bundle: BundleLike, seeds: int) -> bool:
     print(f"{title}: {len(bundle.manifest['norms'])} norms", flush=True)
-    ward, outcomes = Ward(bundle), list[Outcome]()
-    for where, name in ward.faults():
-        outcome = ward.plant(where, name)
-        if outcome is not None:
-            outcomes.append(outcome)
-            state = "MISSED" if not outcome.caught else "caught" if outcome.named else "caught, not named"
-            print(f"  {state:<18}{where:<7}{name}: {outcome.told}", flush=True)
+    outcomes = list[Outcome]()
+    with Ward(bundle) as ward:
+        for where, name in ward.faults():
+            outcome = ward.plant(where, name)
+            if outcome is not None:
+                outcomes.append(outcome)
+                state = "MISSED" if not outcome.caught else "caught" if outcome.named else "caught, not named"
+                print(f"  {state:<18}{where:<7}{name}: {outcome.told}", flush=True)
     caught, named = sum(o.caught for o in outcomes), sum(o.named for o in outcomes)
-    del ward
     wrong = false_alarms(bundle, range(seeds), lambda line: print(f"  {line}", file=sys.stderr, flush=True))
     print(
         f"{title}: {caught} of {len(outcomes)} faults caught, {named} named; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import math
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -10,11 +10,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
+import numpy as np
 import onnx
 
+from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity.backends import Backend
 from rmsnorm_deploy.parity.extract import with_outputs
 from rmsnorm_deploy.parity.onnx_file import read_model
+from rmsnorm_deploy.parity.ulp import Array
+from rmsnorm_deploy.runtime.optional import load_module, native_library
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +28,13 @@ if TYPE_CHECKING:
 
 
 class ModelFile:
-    """One ONNX file as the bundle that a session wants."""
+    """One ONNX file as the bundle that a session wants; ``weights`` are those that its folder does not hold."""
 
-    def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, manifest: Mapping[str, Any], weights: Mapping[str, Array] | None = None) -> None:
         self.model_path, self.path, self.manifest = path, path.parent, manifest
         self.reference_path: Path | None = None
         self.eager: torch.nn.Module | None = None
+        self._weights = weights or {}
 
     def program(self) -> torch.export.ExportedProgram | None:
         return None
@@ -36,15 +42,64 @@ class ModelFile:
     def session(self, backend: str = "onnxruntime", **options: Any) -> Session:
         from rmsnorm_deploy.runtime import open_session
 
+        if self._weights:
+            options["session_options"] = _options_with(self._weights)
+            if options.get("custom_ops") == "auto":
+                options["custom_ops"] = native_library("ort") is not None
         return open_session(self, backend, **options)
 
 
+def _options_with(weights: Mapping[str, Array]) -> Any:
+    """Session options that hand ONNX Runtime weights which lie elsewhere: it follows no link out of a model's folder,
+    and others take a hard link for an attack."""
+    ort = load_module("onnxruntime", "pip install onnxruntime")
+    options = ort.SessionOptions()
+    options.add_external_initializers(list(weights), [_ort_value(ort, array) for array in weights.values()])
+    return options
+
+
+def _ort_value(ort: Any, array: Array) -> Any:
+    if array.dtype == np.dtype(ml_dtypes.bfloat16):
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), onnx.TensorProto.BFLOAT16)
+    return ort.OrtValue.ortvalue_from_numpy(array)
+
+
+def stored_weights(model: onnx.ModelProto, folder: Path) -> dict[str, Array]:
+    """The external weights of a model as arrays over their file, of which a page is read when it is used.
+
+    Raises InputError where one lies outside ``folder`` or is not whole.
+    """
+    return {
+        tensor.name: _mapped(tensor, folder)
+        for tensor in model.graph.initializer
+        if tensor.data_location == onnx.TensorProto.EXTERNAL
+    }
+
+
+def _mapped(tensor: onnx.TensorProto, folder: Path) -> Array:
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
+    if not location or Path(location).is_absolute() or ".." in Path(location).parts:
+        raise InputError(f"{folder}: the weight {tensor.name!r} lies outside the model's folder")
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    shape = tuple(tensor.dims)
+    size = math.prod(shape) * dtype.itemsize
+    if not size:
+        return np.zeros(shape, dtype)
+    try:
+        data = np.memmap(folder / location, np.uint8, "r", int(entries.get("offset", 0)), (size,))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder / location} does not hold the weight {tensor.name!r}: {error}") from error
+    return np.asarray(data).view(dtype).reshape(shape)
+
+
 class Scratch:
-    """A folder that vanishes, in which files with external data find that data again."""
+    """A folder that vanishes, for models made on the side. Their sessions live no longer than it does."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="rmsnorm_deploy-"))
         self._count = 0
+        self._held: list[Mapping[str, Array]] = []  # sessions read them as long as they live
 
     def __enter__(self) -> Scratch:
         return self
@@ -81,12 +136,11 @@ class Scratch:
         self._count += 1
         folder = self.path / str(self._count)
         folder.mkdir()
-        if data is not None:
-            for name in external_files(model):
-                link_or_copy(data / name, folder / name)
         path = folder / "model.onnx"
         path.write_bytes(model.SerializeToString())
-        return ModelFile(path, manifest)
+        weights = stored_weights(model, data) if data is not None else {}
+        self._held.append(weights)
+        return ModelFile(path, manifest, weights)
 
 
 def open_backend(file: ModelFile, backend: Backend) -> Session:
@@ -104,12 +158,3 @@ def external_files(model: onnx.ModelProto) -> list[str]:
         if entry.key == "location"
     }
     return sorted(name for name in names if not Path(name).is_absolute() and ".." not in Path(name).parts)
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """The same file under another name: ONNX Runtime refuses symbolic links to weights."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, target)

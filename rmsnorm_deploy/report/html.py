@@ -11,7 +11,7 @@ from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity.oracle import BundleLike
 from rmsnorm_deploy.parity.result import ParityReport
 from rmsnorm_deploy.report import view
-from rmsnorm_deploy.report.plots import WIDTHS, error_plot, speed_plot
+from rmsnorm_deploy.report.plots import WIDTHS, depth_plot, error_plot, speed_plot
 
 MAX_ROWS = 500  # of a table: the manifest has them all
 
@@ -58,6 +58,8 @@ def render(bundle: BundleLike, parity: ParityReport | None, benchmark: Benchmark
         left_hidden=max(len(left) - MAX_ROWS, 0),
         view=view,
         error_plots=_error_plots(parity),
+        depth_plots=_depth_plots(parity),
+        depth_alt=view.depth_text(parity) if parity is not None else "",
         speed=_speed(benchmark),
     )
 
@@ -74,6 +76,14 @@ def _error_plots(parity: ParityReport | None) -> dict[str, str]:
     budgets = [budget.max for budget in parity.budgets.values()]
     budget = budgets[0] if len(budgets) == 1 else None
     return {width: error_plot(ran, budget, width) for width in WIDTHS}
+
+
+def _depth_plots(parity: ParityReport | None) -> dict[str, str]:
+    """The plot in each width; empty for a model of fewer than three norms, which has no depth to speak of."""
+    sites = view.sites_by_backend(parity) if parity is not None else {}
+    if max((len(each) for each in sites.values()), default=0) < 3:
+        return {}
+    return {width: depth_plot(sites, width) for width in WIDTHS}
 
 
 def _speed(benchmark: BenchmarkReport | None) -> list[dict[str, Any]]:

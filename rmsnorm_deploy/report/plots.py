@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rmsnorm_deploy.benchmark.result import Timing, milliseconds
+from rmsnorm_deploy.parity.norm_result import SiteError
 from rmsnorm_deploy.parity.result import BackendResult
 from rmsnorm_deploy.parity.ulp import BIN_EDGES
 
@@ -58,6 +60,37 @@ def error_plot(backends: Sequence[BackendResult], budget: float | None, width: s
     axes.grid(color=_FAINT, linewidth=0.6)
     figure.legend(loc="outside upper left", frameon=False, labelcolor=_INK, ncols=1 if width == "narrow" else 3)
     return _svg(figure, f"error-{width}")
+
+
+def depth_plot(sites: Mapping[str, Sequence[SiteError]], width: str) -> str:
+    """The mean error at each norm in the graph's order, a line a backend by its title, and one for before fusing."""
+    figure = _figure(width, 2.9 if width == "wide" else 2.6 + 0.2 * (len(sites) + 1))
+    axes = figure.subplots()
+    _dress(axes)
+    lines = {title: [(site.depth + 1, site.error_mean) for site in each] for title, each in sites.items()}
+    before = next(iter(sites.values()))
+    lines["before fusing"] = [(site.depth + 1, site.before_mean) for site in before]
+    for index, (title, points) in enumerate(lines.items()):
+        shown = [(x, y) for x, y in points if y is not None and 0 < y < math.inf]
+        if shown:
+            axes.plot(
+                [x for x, _ in shown],
+                [y for _, y in shown],
+                color=_SERIES[index % len(_SERIES)],
+                linestyle=_DASHES[index % len(_DASHES)],
+                marker="o" if len(shown) < 30 else None,
+                markersize=3.5,
+                linewidth=1.8,
+                label=title,
+            )
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("norm, in the order of the graph")
+    axes.set_ylabel("mean error in ULPs")
+    axes.locator_params(axis="x", integer=True)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}" if value < 1e4 else f"{value:.0e}")
+    axes.grid(color=_FAINT, linewidth=0.6)
+    figure.legend(loc="outside upper left", frameon=False, labelcolor=_INK, ncols=1 if width == "narrow" else 3)
+    return _svg(figure, f"depth-{width}")
 
 
 def speed_plot(timings: Sequence[Timing], width: str, name: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rmsnorm_deploy.benchmark.result import MODEL_GROUP, BenchmarkReport, sentence
+from rmsnorm_deploy.parity.norm_result import SiteError
 from rmsnorm_deploy.parity.result import FAIL, NOT_RUN, PASS, PASS_LIKE_EAGER, BackendResult, Budget, ParityReport
 from rmsnorm_deploy.parity.ulp import UlpError
 
@@ -180,6 +181,25 @@ def judged(parity: ParityReport) -> list[BackendResult]:
     order = {FAIL: 0, PASS_LIKE_EAGER: 1, PASS: 1}
     ran = [backend for backend in parity.backends if backend.verdict != NOT_RUN]
     return sorted(ran, key=lambda backend: order[backend.verdict])
+
+
+def sites_by_backend(parity: ParityReport) -> dict[str, list[SiteError]]:
+    """The norms with a figure, in order, by the backend's title."""
+    titles = {backend.name: backend.title for backend in parity.backends}
+    found: dict[str, list[SiteError]] = {}
+    for site in parity.sites:
+        if site.error_mean is not None:
+            found.setdefault(titles.get(site.backend, site.backend), []).append(site)
+    return found
+
+
+def depth_text(parity: ParityReport) -> str:
+    """What the plot of errors by depth shows, in words."""
+    parts = []
+    for title, sites in sites_by_backend(parity).items():
+        first, last = sites[0], sites[-1]
+        parts.append(f"{title}: {ulps(first.error_mean)} ULP at {first.norm}, {ulps(last.error_mean)} at {last.norm}")
+    return "; ".join(parts)
 
 
 def worst_by_sample(parity: ParityReport) -> dict[str, dict[str, UlpError | None]]:
