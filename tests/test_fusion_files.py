@@ -164,6 +164,15 @@ def test_a_scalar_of_unknown_shape_is_squeezed() -> None:
     check(graph(body), 1)
 
 
+def test_what_is_squeezed_from_a_value_of_unknown_shape_has_its_own() -> None:
+    """PyTorch's exporter says no shape of the values inside its own functions, and unbind is one."""
+    body = """p = Gather(z, first) q = Squeeze(p, first) sq = Mul(q, q) ms = ReduceMean(sq, last) me = Add(ms, eps)
+    rt = Sqrt(me) n = Div(q, rt) y = Mul(n, w)"""
+    proto = graph(body, inputs="float[3, N, S, 12] z")
+    proto.graph.value_info.append(onnx.helper.make_tensor_value_info("q", onnx.TensorProto.FLOAT, ["N", "S", 12]))
+    check(proto, 1)
+
+
 # -- ONNX Runtime's ops
 
 

@@ -410,7 +410,7 @@ class Interpreter:
     def _squeeze(self, node: ir.Node) -> Meaning | None:
         m, axes = self._with_axes(node)
         if m is None or not m.shape:
-            return m
+            return None if m is not None and m.shape is None and m.factors else m
         rank = len(m.shape)
         gone = {a % rank for a in axes} if axes is not None else {i for i, d in enumerate(m.shape) if d == 1}
         return _arranged(m, [axis for axis in range(rank) if axis not in gone])
