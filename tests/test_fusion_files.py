@@ -173,6 +173,12 @@ def test_what_is_squeezed_from_a_value_of_unknown_shape_has_its_own() -> None:
     check(proto, 1)
 
 
+def test_a_shape_that_the_file_says_of_a_later_value_only() -> None:
+    body = """a = Sigmoid(x) h = Cast<to = 10>(a) f = Cast<to = 1>(h) sq = Mul(f, f) ms = ReduceMean(sq, last)
+    me = Add(ms, eps) rt = Sqrt(me) n = Div(f, rt) y = Mul(n, w)"""
+    check(graph(body, outputs="float[N, S, 12] y, float[N, S, 12] f"), 1)
+
+
 # -- ONNX Runtime's ops
 
 

@@ -75,7 +75,13 @@ class Interpreter:
         return self._meanings.get(value)
 
     def _set(self, value: ir.Value, meaning: Meaning) -> Meaning:
-        shape = _best_known(shape_of(value), meaning.shape)
+        declared = shape_of(value)
+        if declared is not None and (meaning.shape is None or len(meaning.shape) != len(declared)):
+            self.lacks_shapes = (
+                True  # a meaning without a shape has no layout: what is said of this value can't be used
+            )
+            meaning = self._leaf(value)
+        shape = _best_known(declared, meaning.shape)
         meaning = Meaning(meaning.factors, meaning.constants, meaning.sign, shape)
         if value.shape is None and shape is not None:
             value.shape = ir.Shape(shape)
