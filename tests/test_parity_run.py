@@ -365,3 +365,12 @@ def test_the_command_fails_with_3_for_an_absent_backend_and_2_for_an_unknown_one
     with pytest.raises(SystemExit) as caught:
         cli(block)("--backend", "mystery")
     assert caught.value.code == 2
+
+
+def test_an_input_that_magnifies_rounding_fails_nobody_for_less_than_rounding_moves_it() -> None:
+    eager, noise = error(50, 5), error(200, 20)
+    assert judge(error(400, 40), eager, BUDGET, noise) == "pass-within-noise"
+    assert judge(error(400, 40), eager, BUDGET) == "fail"
+    assert judge(error(700, 40), eager, BUDGET, noise) == "fail"
+    assert judge(error(math.inf, 40, 2), eager, BUDGET, noise) == "fail"
+    assert judge(error(60, 6), eager, BUDGET, noise) == "pass-better-than-eager"
