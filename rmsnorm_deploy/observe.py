@@ -1,10 +1,10 @@
 """Counts the RMSNorms that a PyTorch model executes, by what its modules do to their inputs and not by their names.
 
 A call of a module counts when its result is the formula, in float64, of what went in: y = n * scale with
-n = x / sqrt(mean(x^2) + eps) and a scale that is the same in every row. Rows that happen to have the same size would let
-many things pass (a module that does nothing, behind a norm), so the module is called once more with rows rescaled, and
-must still fit. x may be the first argument, or its product with silu of a gate; or the gate comes behind the norm.
-Calls of ``torch.nn.functional.rms_norm`` outside of such modules count as well.
+n = x / sqrt(mean(x^2) + eps) and a scale that is the same in every row. Rows that happen to have the same size would
+let many things pass (a module that does nothing, behind a norm), so the module is called once more with rows
+rescaled, and must still fit. x may be the first argument, or its product with silu of a gate; or the gate comes behind
+the norm. Calls of ``torch.nn.functional.rms_norm`` outside of such modules count as well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Small transformers models with fixed random weights, from which the recipes in export/ are made.
 
-    MODEL = TinyModel("MistralForCausalLM", "MistralConfig", {**SIZES, "sliding_window": 4})
-    build, inputs, dims, high, engine_profile = MODEL.functions()
+MODEL = TinyModel("MistralForCausalLM", "MistralConfig", {**SIZES, "sliding_window": 4})
+build, inputs, dims, high, engine_profile = MODEL.functions()
 """
 
 from __future__ import annotations
