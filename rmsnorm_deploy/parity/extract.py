@@ -122,11 +122,11 @@ def assemble(graph: Graph, pieces: Sequence[Piece]) -> onnx.ModelProto:
 
 def _add(model: onnx.ModelProto, graph: Graph, piece: Piece, stored: set[str]) -> None:
     inside = {name for node in piece.part.nodes for name in node.output if name} | set(piece.starts)
-    for node in piece.part.nodes:
+    for number, node in enumerate(piece.part.nodes):
         copy = model.graph.node.add()
         copy.CopyFrom(node)
         copy.ClearField("metadata_props")
-        copy.name = f"{piece.prefix}/{node.name}"
+        copy.name = f"{piece.prefix}/{number}"
         if node.op_type == "CastLike" and node.input[1] not in inside | set(piece.part.constants):
             _settle_type(copy, graph.dtypes.get(node.input[1]))
         if node.op_type == "Expand" and node.input[1] not in inside | set(piece.part.constants):

@@ -28,7 +28,7 @@ from rmsnorm_deploy.parity.oracle import BundleLike
 from rmsnorm_deploy.parity.patient import CannotPlantError, Patient
 from rmsnorm_deploy.parity.result import FAIL
 from rmsnorm_deploy.parity.run import Prepared, judge_prepared, prepare
-from rmsnorm_deploy.parity.samples import make_samples
+from rmsnorm_deploy.parity.samples import Sample, make_samples
 from rmsnorm_deploy.parity.scratch import Scratch, external_files
 
 HERE = ("onnxruntime",)
@@ -48,12 +48,19 @@ class Outcome:
 class Ward:
     """A bundle in whose model faults are planted; truth is worked out once."""
 
-    def __init__(self, bundle: BundleLike, *, seed: int = 0, backends: Sequence[str] = HERE) -> None:
+    def __init__(
+        self,
+        bundle: BundleLike,
+        *,
+        seed: int = 0,
+        samples: Sequence[Sample] | None = None,
+        backends: Sequence[str] = HERE,
+    ) -> None:
         if bundle.reference_path is None:
             raise InputError(f"{bundle.path} has no reference.onnx to name faults by: export the model again")
         self.bundle = HeldBundle(bundle)
         self.backends = [BACKENDS[name] for name in backends]
-        self.prepared: Prepared = prepare(self.bundle, seed=seed)
+        self.prepared: Prepared = prepare(self.bundle, seed=seed, samples=samples)
         self._scratch = Scratch()
         for file in external_files(read_model(bundle.model_path)):
             shutil.copyfile(bundle.model_path.parent / file, self._scratch.path / file)

@@ -13,7 +13,7 @@ import onnx
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity.extract import assemble
 from rmsnorm_deploy.parity.normcheck import NormChecks
-from rmsnorm_deploy.parity.sites import Site, op_piece
+from rmsnorm_deploy.parity.sites import ONNX_OF, Site, op_piece
 from rmsnorm_deploy.parity.ulp import Array
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -32,7 +32,7 @@ def save_norm(checks: NormChecks, site: Site, values: Mapping[str, Array], rule:
     inputs = {name: values[name] if here else checks.rows[site.depth][name] for name in site.inputs}
     truth = checks.formula_of(site, inputs)
     names = _plain_names(site)
-    model = _model(checks, site, names)
+    model = _model(checks, site, names, {name: array.ndim for name, array in (*inputs.items(), *truth.items())})
     stem = re.sub(r"[^A-Za-z0-9._-]+", "_", site.name)
     files = (f"{stem}.onnx", f"{stem}.npz", f"{stem}.expected.npz")
     try:
@@ -61,7 +61,7 @@ def _plain_names(site: Site) -> dict[str, str]:
     return {**names, site.x: "X"}
 
 
-def _model(checks: NormChecks, site: Site, names: Mapping[str, str]) -> onnx.ModelProto:
+def _model(checks: NormChecks, site: Site, names: Mapping[str, str], ranks: Mapping[str, int]) -> onnx.ModelProto:
     piece = op_piece(site, checks.sites.model)
     model = assemble(checks.sites.model, [piece])
     plain = {f"{piece.prefix}/{name}": short for name, short in names.items()}
@@ -71,7 +71,10 @@ def _model(checks: NormChecks, site: Site, names: Mapping[str, str]) -> onnx.Mod
             del used[:]
             used.extend(renamed)
     for value in (*model.graph.input, *model.graph.output):
-        value.name = plain[value.name]
+        name = value.name.removeprefix(f"{piece.prefix}/")
+        shape = [f"{names[name]}_{axis}" for axis in range(ranks[name])]
+        typed = onnx.helper.make_tensor_value_info(names[name], ONNX_OF[site.dtype_of(name)], shape)
+        value.CopyFrom(typed)
     used_ops = {node.op_type for node in model.graph.node}
     kept = [function for function in model.functions if function.name in used_ops]
     del model.functions[:]
@@ -86,7 +89,7 @@ def _widen_bfloat16(model: onnx.ModelProto) -> None:
     halves = [value.name for value in model.graph.input if value.type.tensor_type.elem_type == bfloat16]
     if not halves:
         return
-    ends = [value.name for value in model.graph.output]
+    ends = [value.name for value in model.graph.output if value.type.tensor_type.elem_type == bfloat16]
     inner = {name: f"{name}_bfloat16" for name in (*halves, *ends)}
     for node in model.graph.node:
         for used in (node.input, node.output):
@@ -98,8 +101,8 @@ def _widen_bfloat16(model: onnx.ModelProto) -> None:
     nodes = [*casts, *model.graph.node, *back]
     del model.graph.node[:]
     model.graph.node.extend(nodes)
-    for value in model.graph.input:
-        if value.name in halves:
+    for value in (*model.graph.input, *model.graph.output):
+        if value.type.tensor_type.elem_type == bfloat16:
             value.type.tensor_type.elem_type = single
 
 

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from rmsnorm_deploy.errors import DeployError
 from rmsnorm_deploy.fusion.evaluate import CannotEvaluateError, evaluate
 from rmsnorm_deploy.parity.backends import BACKENDS, Backend
-from rmsnorm_deploy.parity.extract import assemble
+from rmsnorm_deploy.parity.extract import assemble, with_outputs
 from rmsnorm_deploy.parity.judge import judge, norm_budget
 from rmsnorm_deploy.parity.lift_onnx import OnnxProgram
 from rmsnorm_deploy.parity.norm_result import SiteError
@@ -164,46 +164,40 @@ def open_checks(bundle: BundleLike, scratch: Scratch, seed: int = 0) -> NormChec
     return NormChecks(bundle, sites, scratch, seed) if sites is not None else None
 
 
-def site_truth(
-    bundle: BundleLike, sites: Sites, samples: Sequence[Sample], scratch: Scratch
-) -> tuple[list[SiteCase], list[dict[str, Array]]]:
-    """The float64 run of the graph before fusing, with its own outputs beside; samples that it refuses are left out.
+def site_truth(bundle: BundleLike, sites: Sites, samples: Sequence[Sample], scratch: Scratch) -> list[SiteCase]:
+    """The float64 run of the graph before fusing: its values at the sites and its outputs.
 
-    Weights are held in float64 during this call only.
+    Samples that it refuses are left out. Weights are held in float64 during this call only.
     """
     assert bundle.reference_path is not None
-    from rmsnorm_deploy.parity.extract import with_outputs
-
-    names = [name for name in sites.values if sites.reference.is_computed(name)]
-    program = OnnxProgram(bundle.reference_path, with_outputs(sites.reference.model, names))
-    cases, outputs = [], []
+    dtypes = {name: dtype for name, dtype in sites.dtypes().items() if sites.reference.is_computed(name)}
+    program = OnnxProgram(bundle.reference_path, with_outputs(sites.reference.model, dtypes))
+    cases = []
     for sample in samples:
         try:
-            values = dict(zip(program.outputs, program.run(sample.feeds), strict=True))
+            values = program.run(sample.feeds)
         except DeployError:
             continue
-        cases.append(SiteCase(sample, {name: values[name] for name in names}))
-        outputs.append({name: value for name, value in values.items() if name not in names or _is_output(bundle, name)})
+        cases.append(SiteCase(sample, dict(zip(program.outputs, values, strict=True))))
     del program
-    return _with_before(bundle, sites, cases, scratch), outputs
+    return _with_before(bundle, sites, dtypes, cases, scratch)
 
 
-def _is_output(bundle: BundleLike, name: str) -> bool:
-    return any(item["name"] == name for item in bundle.manifest["signature"]["outputs"])
-
-
-def _with_before(bundle: BundleLike, sites: Sites, cases: list[SiteCase], scratch: Scratch) -> list[SiteCase]:
-    """The cases with the error that the graph before fusing makes at each site in the model's own dtypes."""
+def _with_before(
+    bundle: BundleLike, sites: Sites, dtypes: Mapping[str, str], cases: list[SiteCase], scratch: Scratch
+) -> list[SiteCase]:
+    """The cases with the error that the graph before fusing makes in the model's own dtypes."""
     assert bundle.reference_path is not None
-    dtypes = {name: dtype for name, dtype in sites.dtypes().items() if sites.reference.is_computed(name)}
     units = {name: site.dtype for site in sites.sites for name in (*site.inputs, *site.outputs)}
     try:
         file = scratch.tapped(bundle.reference_path, bundle.manifest, dtypes)
         session = open_backend(file, BACKENDS["onnxruntime-unoptimized"])
         found = []
         for case in cases:
-            values = session.run(case.sample.feeds)
-            before = {name: site_error(np.asarray(values[name]), case.truth[name], units[name]) for name in dtypes}
+            before = {
+                name: site_error(np.asarray(value), case.truth[name], units.get(name, "float64"))
+                for name, value in session.run(case.sample.feeds).items()
+            }
             found.append(SiteCase(case.sample, case.truth, before))
         return found
     except DeployError:
@@ -314,8 +308,9 @@ def site_error(got: Array, truth: Array, dtype: str = "float64") -> UlpError:
     precision has the exactness of the half."""
     if got.shape != truth.shape:
         return UlpError(np.inf, np.inf, np.inf, int(truth.size), int(truth.size))
-    coarser = min(got.dtype.name, dtype, key=lambda name: FORMATS[name].precision)
-    return ulp_error(got, truth, coarser)
+    if got.dtype.name not in FORMATS:
+        return ulp_error(got, truth)
+    return ulp_error(got, truth, min(got.dtype.name, dtype, key=lambda name: FORMATS[name].precision))
 
 
 def _worst(errors: Sequence[UlpError]) -> UlpError | None:

@@ -69,7 +69,7 @@ class Patient:
         name = node.input[place]
         array = self.array(name)
         wide = array.astype(np.float32) if array.dtype in (np.float16, _BFLOAT16) else array
-        node.input[place] = self.constant(name, change(wide).astype(array.dtype))
+        node.input[place] = self.constant(name, _changed(name, array, change(wide).astype(array.dtype)))
 
     def weight_of(self, part: str, index: int = 0) -> str:
         """The name of a stored matrix whose name has ``part`` in it."""
@@ -80,7 +80,8 @@ class Patient:
 
     def change_weight(self, name: str, change: Callable[[Array], Array]) -> str:
         """Let every node read a changed copy of a stored matrix; returns a value that follows from it."""
-        fresh = self.constant(name, change(self.array(name)))
+        array = self.array(name)
+        fresh = self.constant(name, _changed(name, array, change(array.copy())))
         reader = self.graph.users[name][0]
         for node in self.graph.users[name]:
             for place, read in enumerate(node.input):
@@ -169,6 +170,12 @@ def before(nodes: Nodes, node: onnx.NodeProto, fresh: Nodes) -> Nodes:
     """The body with nodes put in front of one."""
     place = next(number for number, other in enumerate(nodes) if other.output[0] == node.output[0])
     return [*nodes[:place], *fresh, *nodes[place:]]
+
+
+def _changed(name: str, array: Array, changed: Array) -> Array:
+    if np.array_equal(array, changed):
+        raise CannotPlantError(f"{name} stays as it is")
+    return changed
 
 
 def _copy(node: onnx.NodeProto) -> onnx.NodeProto:

@@ -127,7 +127,7 @@ def _site_cases(bundle: BundleLike, samples: Sequence[Sample]) -> list[SiteCase]
     if found is None:
         return []
     with Scratch() as scratch:
-        return site_truth(bundle, found, unique, scratch)[0]
+        return site_truth(bundle, found, unique, scratch)
 
 
 def judge_prepared(
@@ -184,6 +184,7 @@ def _with_norms(result: BackendResult, sites: Sequence[SiteError]) -> BackendRes
     wrong = [site for site in sites if site.verdict == FAIL]
     if not wrong:
         return result
+    wrong = [site for site in wrong if site.rule != "inherited-error"] or wrong
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     return replace(result, verdict=FAIL, reason=result.reason or f"{wrong[0].norm}{more}: {wrong[0].reason}")
 
@@ -203,7 +204,7 @@ def _bisected(
     if not cases:
         worst = [case.sample for case in prepared.cases if case.sample.name == result.worst_sample]
         usable = [sample for sample in worst if all(array.size for array in sample.feeds.values())]
-        cases = site_truth(checks.bundle, checks.sites, usable, checks.scratch)[0] if usable else []
+        cases = site_truth(checks.bundle, checks.sites, usable, checks.scratch) if usable else []
     cases = cases or prepared.sites
     if not cases:
         return []

@@ -44,7 +44,7 @@ SHAPES: tuple[tuple[list[Any], int, float], ...] = (
     (["rows", 7], -1, 1e-12),
     ([2, "rows", 64], -1, 1e-5),
     (["rows", 576], -1, 0.0),
-    (["rows", 1, 4096], -1, 1e-6),
+    (["rows", 1, 2048], -1, 1e-6),
     ([0, 64], -1, 1e-6),
     (["rows", 4, 24], -2, 1e-6),
 )
@@ -349,7 +349,7 @@ def main(seed: int = 0) -> int:
         text = f"failed: {result.backend}, {result.dtypes[0]}, {result.worst}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     limits = ", ".join(
-        f"{budget.max:.3g} at {width}" for width in (64, 576, 4096) if (budget := norm_budget("float32", width))
+        f"{budget.max:.3g} at {width}" for width in (64, 576, 2048) if (budget := norm_budget("float32", width))
     )
     half = norm_budget("float16", 64)
     console.print(

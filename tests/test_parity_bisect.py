@@ -1,0 +1,193 @@
+"""Bisection: the norm that is wrong is named, or the span that is, and what is saved shows the fault by itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from parity_bundles import bundle, few_samples
+
+from rmsnorm_deploy import reference
+from rmsnorm_deploy.parity import ParityReport, run_parity
+from rmsnorm_deploy.parity.__main__ import main
+from rmsnorm_deploy.parity.backends import HeldBundle
+from rmsnorm_deploy.parity.bisect import statistics
+from rmsnorm_deploy.parity.model_faults import MODEL_FAULTS
+from rmsnorm_deploy.parity.norm_faults import NORM_FAULTS
+from rmsnorm_deploy.parity.patient import Patient
+
+LAYER = "model.model.layers"
+PLAIN = ["onnxruntime"]
+
+
+@pytest.fixture
+def faulty(tmp_path: Path) -> Callable[..., HeldBundle]:
+    """A bundle with one fault in its model."""
+
+    def plant(fault: Callable[[Patient], Any], which: str = "float32") -> HeldBundle:
+        patient = Patient(bundle(which).model_path)
+        fault(patient)
+        (tmp_path / "model.onnx").write_bytes(patient.bytes())
+        return HeldBundle(bundle(which), tmp_path / "model.onnx")
+
+    return plant
+
+
+def judged(made: HeldBundle, **options: Any) -> ParityReport:
+    return run_parity(made, backends=PLAIN, samples=few_samples(made), **options)  # type: ignore[arg-type]
+
+
+def test_the_norm_at_fault_is_named_with_its_input_and_its_error(faulty: Any) -> None:
+    report = judged(faulty(NORM_FAULTS["one gamma off by 1%"]))
+    assert not report.ok
+    (finding,) = report.findings
+    assert finding.norm == f"{LAYER}.0.post_attention_layernorm"
+    assert finding.rule == "norm-isolated"
+    assert "modeling_llama.py" in finding.text
+    assert finding.own_max is not None
+    assert finding.inherited_max is not None
+    assert finding.own_max > 1e4 > 100 > finding.inherited_max
+    assert finding.statistics["rows"] > 1
+    assert 0 < finding.statistics["rms_min"] <= finding.statistics["rms_max"] <= finding.statistics["max"]
+    assert report.summary()[-1] == finding.text
+    reason = report.backend("onnxruntime").reason
+    assert reason is not None
+    assert reason.startswith(f"{LAYER}.0.post_attention_layernorm: ")
+
+
+def test_of_two_wrong_norms_the_first_is_named_and_the_other_told(faulty: Any) -> None:
+    (finding,) = judged(faulty(NORM_FAULTS["gammas exchanged"])).findings
+    assert finding.norm == f"{LAYER}.0.input_layernorm"
+    assert finding.others == (f"{LAYER}.0.post_attention_layernorm",)
+
+
+@pytest.mark.parametrize(
+    ("fault", "after", "before"),
+    [
+        ("softmax scale off by 1%", f"{LAYER}.0.input_layernorm", f"{LAYER}.0.post_attention_layernorm"),
+        ("one weight off by 1%", f"{LAYER}.0.post_attention_layernorm", f"{LAYER}.1.input_layernorm"),
+        ("a layer's matrix again", f"{LAYER}.1.post_attention_layernorm", "model.model.norm"),
+    ],
+)
+def test_a_fault_between_two_norms_is_laid_between_them(faulty: Any, fault: str, after: str, before: str) -> None:
+    (finding,) = judged(faulty(MODEL_FAULTS[fault])).findings
+    assert (finding.rule, finding.norm) == ("span", None)
+    assert (finding.after, finding.before) == (after, before)
+    assert f"wrong between {after} and {before}" in finding.text
+
+
+def test_a_fault_after_the_last_norm_is_laid_there(faulty: Any) -> None:
+    def scale_logits(patient: Patient) -> None:
+        node = patient.graph.producers["logits"]
+        name = node.input[1]
+        transpose = patient.graph.producers[name]
+        transpose.input[0] = patient.constant("head", patient.array(transpose.input[0]) * 1.001)
+
+    (finding,) = judged(faulty(scale_logits)).findings
+    assert (finding.rule, finding.after, finding.norm) == ("tail", "model.model.norm", None)
+
+
+def test_a_model_that_refuses_an_input_is_said_to(faulty: Any) -> None:
+    (finding,) = judged(faulty(MODEL_FAULTS["batch frozen"])).findings
+    assert finding.rule == "refused"
+    assert "does not run it" in finding.text
+
+
+def test_a_right_model_is_bisected_on_demand_and_nothing_is_found() -> None:
+    made = HeldBundle(bundle("float32"))
+    assert judged(made).findings == []
+    report = judged(made, bisect=True)
+    assert report.ok
+    assert [finding.rule for finding in report.findings] == ["nothing"]
+
+
+def test_findings_survive_json(faulty: Any) -> None:
+    report = judged(faulty(NORM_FAULTS["epsilon zero"]))
+    text = json.dumps(report.to_json(), allow_nan=False)
+    restored = ParityReport.from_json(json.loads(text))
+    assert restored.findings == report.findings
+    assert restored.sites == report.sites
+
+
+# --- what is saved
+
+
+@pytest.mark.parametrize("which", ["float32", "float16"])
+def test_the_saved_norm_shows_the_fault_by_itself(faulty: Any, tmp_path: Path, which: str) -> None:
+    made = faulty(NORM_FAULTS["one gamma's sign"], which)
+    (finding,) = judged(made, save_to=tmp_path / "out").findings
+    names = [tmp_path / "out" / name for name in finding.saved]
+    assert [name.name.split("layernorm")[-1] for name in names] == [".onnx", ".npz", ".expected.npz"]
+    model = onnx.load(names[0])
+    onnx.checker.check_model(model)
+    assert [node.op_type for node in model.graph.node][-1] == "SkipRMSNorm"
+    assert len(model.functions) == 1
+    feeds, want = dict(np.load(names[1])), np.load(names[2])
+    assert set(feeds) == {"X", "skip"}
+    got = onnxruntime.InferenceSession(str(names[0])).run(["Y", "sum"], feeds)
+    wrong = ~np.isclose(got[0].astype(np.float64), want["Y"], rtol=1e-2, atol=1e-3, equal_nan=True)
+    columns = np.flatnonzero(wrong.reshape(-1, 64).any(axis=0))
+    assert columns.tolist() == [21]  # the element whose sign was changed, and no other
+    scale = onnx.numpy_helper.to_array(model.graph.initializer[0]).astype(np.float64)
+    scale[21] *= -1
+    total = feeds["X"].astype(np.float64) + feeds["skip"].astype(np.float64)
+    np.testing.assert_allclose(reference.rms_norm(total, scale, epsilon=1e-5), want["Y"], rtol=1e-2, atol=1e-3)
+
+
+def test_a_wired_up_op_is_named_and_nothing_is_saved(faulty: Any, tmp_path: Path) -> None:
+    report = judged(faulty(NORM_FAULTS["residual adds one operand twice"]), save_to=tmp_path / "out")
+    (finding,) = report.findings
+    assert (finding.rule, finding.saved) == ("norm-wiring", ())
+    assert finding.norm == f"{LAYER}.1.input_layernorm"
+
+
+def test_statistics_count_zero_rows_and_see_one_large_value() -> None:
+    x = np.zeros((2, 2, 4), np.float16)
+    x[0, 0] = [3, -3, 3, -3]
+    x[1, 1, 2] = -8
+    assert statistics(x) == {"rows": 4, "zero_rows": 2, "rms_min": 0, "rms_max": 4, "max": 8}
+    assert statistics(np.zeros((0, 4), np.float32)) == {"rows": 0}
+
+
+# --- the command
+
+
+def test_the_command_saves_the_norm_and_prints_how_to_run_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = bundle("float32")
+    copy = tmp_path / "copy.bundle"
+    copy.mkdir()
+    for file in made.path.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    patient = Patient(copy / "model.onnx")
+    NORM_FAULTS["epsilon x10"](patient)
+    (copy / "model.onnx").write_bytes(patient.bytes())
+    sample = few_samples(made)[0]
+    np.savez(tmp_path / "mine.npz", **sample.feeds)  # type: ignore[arg-type]
+    status = main([str(copy), "--backend", "onnxruntime", "--inputs", str(tmp_path / "mine.npz")])
+    out = capsys.readouterr().out
+    assert status == 1
+    assert "Parity failed on ONNX Runtime" in out.splitlines()[0]
+    assert (tmp_path / "bisect" / f"{LAYER}.0.post_attention_layernorm.onnx").is_file()
+    code = re.search(r"to run it:\n(.*?)\Z", out, re.DOTALL)
+    assert code is not None
+    assert len(code[1].strip().splitlines()) == 3
+    ran = subprocess.run([sys.executable, "-c", code[1]], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "[[[" in ran.stdout or "[[" in ran.stdout
+    assert not [file for file in copy.iterdir() if file.name.startswith("bisect")]
+
+
+def test_the_command_wants_something_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "name a bundle, or give --suite or --faults" in capsys.readouterr().err
