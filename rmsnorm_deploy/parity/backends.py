@@ -39,7 +39,7 @@ BACKENDS = {
         Backend("onnxruntime", "ONNX Runtime", "onnxruntime", {"custom_ops": False}),
         Backend(
             "onnxruntime-unoptimized",
-            "ONNX Runtime, optimizer off",
+            "ONNX Runtime (optimizer off)",
             "onnxruntime",
             {"custom_ops": False, "optimization": "disabled"},
         ),

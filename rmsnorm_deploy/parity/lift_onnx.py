@@ -25,7 +25,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from rmsnorm_deploy.errors import InputError
-from rmsnorm_deploy.parity.onnx_file import read_model
+from rmsnorm_deploy.parity.onnx_file import ort_value, read_model
 from rmsnorm_deploy.parity.ulp import Array
 
 _NARROW = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
@@ -57,7 +57,7 @@ _FLOAT32_ONLY: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "Upsample": ((1,), ()),
 }
 
-_INLINE_BYTES = 1024  # smaller initializers travel inside the model: ONNX Runtime wants some as constants
+_INLINE_BYTES = 16384  # smaller initializers travel inside the model: ONNX Runtime wants some as constants
 
 
 class OnnxProgram:
@@ -98,7 +98,11 @@ class OnnxProgram:
 
 
 def lift(model: ir.Model) -> dict[str, Array]:
-    """Lift ``model`` in place; returns the large float64 initializers by name, external ones to the model."""
+    """Lift ``model`` in place; returns the large initializers by name, which the model has as external ones.
+
+    They stay in the file's dtype, and are widened one at a time where they are read: all of them in float64 would be
+    twice the model, or four times.
+    """
     arrays: dict[str, Array] = {}
     for graph in _graphs(model):
         for value in graph.initializers.values():
@@ -113,6 +117,8 @@ def lift(model: ir.Model) -> dict[str, Array]:
     for owner in _owners(model):
         for node in ir.traversal.RecursiveGraphIterator(owner):
             _forget_types([value for value in node.outputs if id(value) not in kept])
+    for name in arrays:
+        _widen_at_use(model.graph, model.graph.initializers[name])
     return arrays
 
 
@@ -145,14 +151,28 @@ def _lift_initializer(value: ir.Value, arrays: dict[str, Array] | None) -> None:
     if tensor.dtype not in _NARROW:
         value.const_value = ir.tensor(np.ascontiguousarray(tensor.numpy()), dtype=tensor.dtype, name=name)
         return
-    wide = _widen(tensor.numpy())
-    value.type = ir.TensorType(ir.DataType.DOUBLE)
-    if arrays is None or wide.nbytes <= _INLINE_BYTES:
-        value.const_value = ir.tensor(wide, name=name)
+    alone = arrays is None or value.is_graph_input() or value.is_graph_output()
+    if arrays is None or alone or tensor.nbytes <= _INLINE_BYTES:
+        value.type = ir.TensorType(ir.DataType.DOUBLE)
+        value.const_value = ir.tensor(_widen(tensor.numpy()), name=name)
         return
-    arrays[name] = wide
-    shape = ir.Shape(wide.shape)
-    value.const_value = ir.ExternalTensor("lifted", 0, wide.nbytes, ir.DataType.DOUBLE, shape=shape, name=name)
+    arrays[name] = tensor.numpy()
+    shape = ir.Shape(arrays[name].shape)
+    value.const_value = ir.ExternalTensor("lifted", 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
+
+
+def _widen_at_use(graph: ir.Graph, value: ir.Value) -> None:
+    """Let a cast in front of the first node that reads ``value`` stand for it everywhere."""
+    places = {id(node): number for number, node in enumerate(graph)}
+    users = [use.node for use in value.uses()]
+    if not users:
+        return
+    direct = [node for node in users if id(node) in places]
+    first = min(direct, key=lambda node: places[id(node)]) if len(direct) == len(users) else graph[0]
+    cast = ir.node("Cast", [value], attributes={"to": _DOUBLE})
+    graph.insert_before(first, cast)
+    value.replace_all_uses_with(cast.outputs[0])
+    cast.replace_input_with(0, value)
 
 
 def _lift_node(node: ir.Node) -> None:
@@ -243,8 +263,9 @@ def _ort_session(proto: onnx.ModelProto, arrays: dict[str, Array]) -> Any:
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
+    options.enable_cpu_mem_arena = False  # it grows in powers of two, and one result that is kept keeps all of it
     if arrays:
-        values = [ort.OrtValue.ortvalue_from_numpy(array) for array in arrays.values()]
+        values = [ort_value(ort, array) for array in arrays.values()]
         options.add_external_initializers(list(arrays), values)
     try:
         return ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
+import numpy as np
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.parity.ulp import Array
 
 
 def read_model(path: Path) -> onnx.ModelProto:
@@ -21,3 +25,10 @@ def read_model(path: Path) -> onnx.ModelProto:
     if not model.graph.node and not model.graph.output:
         raise InputError(f"{path} is not a readable ONNX file: it has no graph")
     return model
+
+
+def ort_value(ort: Any, array: Array) -> Any:
+    """An `onnxruntime.OrtValue` over the memory of ``array``; ``ort`` is the module."""
+    if array.dtype == np.dtype(ml_dtypes.bfloat16):
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), onnx.TensorProto.BFLOAT16)
+    return ort.OrtValue.ortvalue_from_numpy(array)

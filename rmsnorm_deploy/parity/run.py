@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
 from rmsnorm_deploy.parity.backends import Backend, HeldBundle, chosen, open_baseline
 from rmsnorm_deploy.parity.judge import budgets, judge
+from rmsnorm_deploy.parity.memory import give_back_memory
 from rmsnorm_deploy.parity.norm_result import Finding, SiteError
 from rmsnorm_deploy.parity.normcheck import NormChecks, SiteCase, judge_sites, open_checks, site_truth
 from rmsnorm_deploy.parity.oracle import BundleLike, Oracle, open_oracle
@@ -110,7 +111,8 @@ def prepare(
     limits = budgets(bundle.manifest, bundle.model_path)
     cases, records = _cases(inputs, names, oracle, baseline[1] if baseline else None, limits, say)
     description, title = oracle.description, baseline[0] if baseline else None
-    del oracle, baseline  # a second copy of the weights in float64 is made next: the first goes before
+    del oracle, baseline
+    give_back_memory()  # float64 weights that are held in a cycle
     say("float64 truth of the norms")
     sites = _site_cases(bundle, [case.sample for case in cases])
     return Prepared(description, title, baseline_problem, seed, cases, records, sites)
@@ -147,6 +149,7 @@ def judge_prepared(
     with Scratch() as scratch:
         checks = open_checks(bundle, scratch, prepared.seed)
         for backend in judged:
+            give_back_memory()  # what the session before held
             say(f"parity of {backend.title}")
             if backend.title == prepared.baseline:
                 result, own = _judge_baseline(backend, prepared.cases, limits)
@@ -299,17 +302,32 @@ def _judge_backend(
         if insist and verdict == NOT_RUN:
             raise BackendUnavailable(f"{backend.title} cannot run this model: {error}") from error
         return BackendResult(backend.name, backend.title, verdict, str(error)), []
-    measurements = [m for case in cases for m in _judge_case(session, backend, case, limits)]
+    measurements = [m for case in cases for m in _judge_case(bundle, session, backend, case, limits)]
     return _summarise(backend, measurements, time.perf_counter() - start), measurements
 
 
-def _judge_case(session: Session, backend: Backend, case: Case, limits: dict[str, Budget]) -> list[Measurement]:
+def _judge_case(
+    bundle: BundleLike, session: Session, backend: Backend, case: Case, limits: dict[str, Budget]
+) -> list[Measurement]:
     try:
         outputs = _run(session, case.sample)
     except DeployError as error:
-        verdict = NOT_RUN if backend.limited_shapes else FAIL
+        excused = backend.limited_shapes or _refuses_unfused(bundle, backend, case.sample)
+        verdict = NOT_RUN if excused else FAIL
         return [Measurement(backend.name, case.sample.name, "", "", verdict, None, None, str(error))]
     return [_measure(backend, case, name, outputs[name], limits) for name in case.truth]
+
+
+def _refuses_unfused(bundle: BundleLike, backend: Backend, sample: Sample) -> bool:
+    """Whether ONNX Runtime, with the same options, refuses the sample for the model before fusing too."""
+    if backend.runtime != "onnxruntime" or bundle.reference_path is None:
+        return False
+    options = {**backend.options, "custom_ops": False}
+    try:
+        _run(HeldBundle(bundle, bundle.reference_path).session("onnxruntime", **options), sample)
+    except DeployError:
+        return True
+    return False
 
 
 def _measure(backend: Backend, case: Case, output: str, got: Array, limits: dict[str, Budget]) -> Measurement:

@@ -21,7 +21,6 @@ from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity.ulp import FORMATS, Array, Array64
 
 # torch.export writes 2 as the minimum of dims whose user named none: only a larger one is the user's word
-_TORCH_OWN_MINIMUM = 2
 _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101)
 _FREE_DIM = 3  # the size of a dim the manifest says nothing about
 
@@ -157,7 +156,7 @@ def _example_dims(limits: Mapping[str, Any]) -> dict[str, int]:
 
 def _allowed(limit: Mapping[str, Any], size: int) -> bool:
     low, high = limit.get("min"), limit.get("max")
-    too_low = low is not None and low > _TORCH_OWN_MINIMUM and size < low
+    too_low = low is not None and size < low
     return not too_low and (high is None or size <= high)
 
 

@@ -10,14 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 import onnx
 
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity.backends import Backend
 from rmsnorm_deploy.parity.extract import with_outputs
-from rmsnorm_deploy.parity.onnx_file import read_model
+from rmsnorm_deploy.parity.onnx_file import ort_value, read_model
 from rmsnorm_deploy.parity.ulp import Array
 from rmsnorm_deploy.runtime.optional import load_module, native_library
 
@@ -54,14 +53,9 @@ def _options_with(weights: Mapping[str, Array]) -> Any:
     and others take a hard link for an attack."""
     ort = load_module("onnxruntime", "pip install onnxruntime")
     options = ort.SessionOptions()
-    options.add_external_initializers(list(weights), [_ort_value(ort, array) for array in weights.values()])
+    options.enable_cpu_mem_arena = False  # one result that is kept would keep all of it
+    options.add_external_initializers(list(weights), [ort_value(ort, array) for array in weights.values()])
     return options
-
-
-def _ort_value(ort: Any, array: Array) -> Any:
-    if array.dtype == np.dtype(ml_dtypes.bfloat16):
-        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), onnx.TensorProto.BFLOAT16)
-    return ort.OrtValue.ortvalue_from_numpy(array)
 
 
 def stored_weights(model: onnx.ModelProto, folder: Path) -> dict[str, Array]:
