@@ -156,7 +156,7 @@ def _run(options: argparse.Namespace) -> int:
         }
         print(json.dumps(report, indent=1))
     else:
-        lines = [str(problem) for problem in problems] or ["every file is as exported"]
+        lines = [str(problem) for problem in problems] or ["every file of the model is as exported"]
         print("\n".join(lines + (parity.summary() if parity is not None else [])))
     return EXIT_PARITY if problems or (parity is not None and not parity.ok) else EXIT_OK
 

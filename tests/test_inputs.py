@@ -272,3 +272,8 @@ def test_inferred_dims_give_way_and_named_ones_do_not() -> None:
 
     assert dynamic_shapes(inspect.signature(forward), call, {}, Dim.AUTO) == {"x": {0: Dim.AUTO}}
     assert dynamic_shapes(inspect.signature(forward), call, {}) == {"x": {0: Dim.DYNAMIC}}
+
+
+def test_a_fixed_size_of_zero_is_refused() -> None:
+    with pytest.raises(InputError, match="a fixed size of 0"):
+        parse_input("x=float32[0,s,64]")

@@ -12,7 +12,7 @@ from rmsnorm_deploy.parity import suite
 from rmsnorm_deploy.parity.result import FAIL, NOT_RUN, PASS
 from rmsnorm_deploy.parity.suite import DTYPES, Case, Outputs, backends, cases_for, run_suite
 
-HERE = ["PyTorch functional", "PyTorch operators", "ONNX Runtime", "ONNX Runtime, optimizer off"]
+HERE = ["PyTorch functional", "PyTorch operators", "ONNX Runtime", "ONNX Runtime (optimizer off)"]
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)

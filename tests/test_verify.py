@@ -30,7 +30,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeBundle:
 def test_a_bundle_as_exported_is_verified_and_judged(bundle: FakeBundle, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(bundle.path)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("every file is as exported\n")
+    assert out.startswith("every file of the model is as exported\n")
     assert "ONNX Runtime: pass" in out
 
 
@@ -121,7 +121,7 @@ def test_a_file_or_nothing_is_no_bundle(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_hashes_alone_run_nothing(bundle: FakeBundle, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(bundle.path), "--files-only"]) == 0
-    assert capsys.readouterr().out == "every file is as exported\n"
+    assert capsys.readouterr().out == "every file of the model is as exported\n"
 
 
 def test_the_whole_road_from_export_to_an_altered_weight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +139,7 @@ def test_the_whole_road_from_export_to_an_altered_weight(tmp_path: Path, capsys:
     page = (made.path / "report.html").read_text()
     assert "The same model</h1>" in page
     assert main([str(made.path)]) == 0
-    assert "every file is as exported" in capsys.readouterr().out
+    assert "every file of the model is as exported" in capsys.readouterr().out
     (made.path / "extra.onnx").write_text("")
     assert main([str(made.path), "--files-only"]) == 1
     assert capsys.readouterr().out.startswith("extra.onnx is extra")

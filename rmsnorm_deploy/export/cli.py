@@ -20,6 +20,7 @@ from rmsnorm_deploy.export.progress import Progress
 
 EXIT_FAULT = 70
 EXIT_INTERRUPTED = 130
+EXIT_PIPE = 141
 TARGETS = ("onnxruntime", "pytorch", "tensorrt", "tensorrt-rtx")
 PRECISIONS = ("keep", "fp32", "fp16", "bf16")
 
@@ -60,6 +61,9 @@ def run_command(argv: Sequence[str] | None, command: Callable[[list[str]], int])
         return command(arguments)
     except DeployError as error:
         return _fail(str(error), error.exit_code, debug)
+    except BrokenPipeError:  # whoever read the output has had enough; what is left must not be flushed into the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE
     except KeyboardInterrupt:
         return _fail("interrupted; nothing half-written was left behind", EXIT_INTERRUPTED, debug)
     except Exception as error:  # the last resort: a fault here must still be one line and a status

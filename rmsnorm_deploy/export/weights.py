@@ -112,4 +112,8 @@ def _copy_range(source: Path, offset: int, length: int, target: BinaryIO) -> Non
 
 def save_graph(model: ir.Model, path: Path) -> None:
     """Write the graph; weights that are in the data file stay there."""
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            if value.type is None:
+                value.shape = None  # ONNX has no place for a shape without a type
     path.write_bytes(ir.to_proto(model).SerializeToString())

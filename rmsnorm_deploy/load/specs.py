@@ -105,6 +105,10 @@ def _dtype(text: str, name: str) -> torch.dtype:
 
 def _dim(text: str, part: str) -> int | str:
     if part.isdecimal():
+        if int(part) == 0:
+            raise InputError(
+                f"--input {text}: a fixed size of 0 leaves nothing to compute; name the dim to make it free"
+            )
         return int(part)
     if _NAME.fullmatch(part):
         return part

@@ -101,7 +101,10 @@ class OnnxRuntimeSession(Session):
 
     def _options(self) -> Any:
         ort, (optimization, threads) = self._ort, self._settings
-        options = self._user_options if self._user_options is not None else ort.SessionOptions()
+        options = self._user_options
+        if options is None:
+            options = ort.SessionOptions()
+            options.log_severity_level = 4  # what it logs as errors arrives as exceptions too
         if optimization is not None:
             if optimization not in OPTIMIZATION:
                 raise InputError(f"optimization {optimization!r} is not one of {', '.join(OPTIMIZATION)}")

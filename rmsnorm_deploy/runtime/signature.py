@@ -11,9 +11,6 @@ from rmsnorm_deploy.runtime.tensors import DTYPES, Array, describe, dtype_name, 
 
 Dim = int | str | None
 
-# torch.export writes 2 as the minimum of dims whose user named none, so only a larger minimum is the user's word.
-TORCH_OWN_MINIMUM = 2
-
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -140,7 +137,7 @@ def _check_named_dims(
 
 
 def _check_range(spec: TensorSpec, dim: str, size: int, bounds: DimRange) -> None:
-    too_low = bounds.low is not None and bounds.low > TORCH_OWN_MINIMUM and size < bounds.low
+    too_low = bounds.low is not None and size < bounds.low
     if too_low or (bounds.high is not None and size > bounds.high):
         high = "any" if bounds.high is None else bounds.high
         raise InputError(
