@@ -271,15 +271,27 @@ def test_streaming_stores_write_what_plain_ones_do(isa: str, dtype: str, width: 
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
-@pytest.mark.parametrize("shape", [(1, 64), (7, 4096), (301, 257), (5000, 64), (3, 300_000)])
-def test_threads_change_no_bit(library: ctypes.CDLL, threads: int, shape: tuple[int, int]) -> None:
-    case = Case("float32", "float32", skip=True)
+@pytest.mark.parametrize(
+    "shape", [(1, 64), (7, 4096), (301, 257), (5000, 64), (3, 300_000), (1, 1_000_003), (2, 270_000)]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_threads_change_no_bit(library: ctypes.CDLL, dtype: str, threads: int, shape: tuple[int, int]) -> None:
+    case = Case(dtype, dtype, skip=True)
     x, skip, scale, _ = inputs(case, shape[1], shape[0], False, 2)
     for _ in range(5):
         y, total = run(case, x, skip, scale, None, threads)
     want, want_total = run(case, x, skip, scale, None)
-    np.testing.assert_array_equal(y, want)
-    np.testing.assert_array_equal(total, want_total)
+    assert want_total is not None
+    assert total is not None
+    assert y.tobytes() == want.tobytes()
+    assert total.tobytes() == want_total.tobytes()
+
+
+def test_a_row_of_millions_is_shared_as_well(library: ctypes.CDLL) -> None:
+    """More spans than are added up at once, and parameters of one element."""
+    x = np.full((1, 5_000_000), 3, np.float16)
+    y, _ = run(Case("float16", "float16", eps=0.0), x, None, np.ones(1, np.float16), None, 4)
+    assert (y == 1).all()
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0)])

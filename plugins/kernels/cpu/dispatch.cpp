@@ -17,7 +17,7 @@ namespace {
 
 struct Isa {
   const char* name;
-  RowsFn (*rows)(const rmsnorm_args& args, bool stream);
+  Functions (*functions)(const rmsnorm_args& args, bool stream);
   bool (*here)();
 };
 
@@ -120,14 +120,14 @@ struct Block {
 
 struct Job {
   Call call;
-  RowsFn rows;
+  Functions functions;
   int64_t chunk;
 
   static void chunk_task(void* arg, size_t index) {
     const Job& job = *static_cast<const Job*>(arg);
     const int64_t begin = static_cast<int64_t>(index) * job.chunk;
     const int64_t left = job.call.args->rows - begin;
-    job.rows(job.call, begin, begin + (left < job.chunk ? left : job.chunk));
+    job.functions.rows(job.call, begin, begin + (left < job.chunk ? left : job.chunk));
   }
 };
 
@@ -146,6 +146,76 @@ int64_t chunk_rows(const rmsnorm_args& args, const rmsnorm_parallel* parallel) {
   return even > least ? even : least;
 }
 
+// ---- rows so long that threads share each
+
+// Rows of fewer bytes, some 40 microseconds of work, are not worth waking threads for twice.
+constexpr int64_t kLongBytes = int64_t{2} << 20;
+constexpr int64_t kSpansAtOnce = 512;
+constexpr int64_t kPieces = 16;
+
+bool should_share_rows(const rmsnorm_args& args, const Functions& functions, const rmsnorm_parallel* parallel) {
+  if (!parallel || !parallel->parallel_for || parallel->threads == 1 || !functions.squares) return false;
+  const int64_t threads = parallel->threads > 0 ? parallel->threads : 4;
+  return args.rows < threads && row_bytes(args) >= kLongBytes;
+}
+
+// A row in pieces of whole spans, a piece a task.
+struct SharedRow {
+  const Job* job;
+  int64_t row;
+  int64_t first_span;  // of those now looked at
+  int64_t spans;
+  double squares;
+  double sums[kSpansAtOnce];
+
+  int64_t pieces() const { return spans < kPieces ? spans : kPieces; }
+  int64_t span_of(size_t piece) const { return spans * static_cast<int64_t>(piece) / pieces(); }
+  int64_t column(int64_t span) const {
+    const int64_t width = job->call.args->width;
+    const int64_t at = (first_span + span) * kSpan;
+    return at < width ? at : width;
+  }
+
+  static void squares_task(void* arg, size_t piece) {
+    SharedRow& self = *static_cast<SharedRow*>(arg);
+    for (int64_t span = self.span_of(piece); span < self.span_of(piece + 1); span++)
+      self.sums[span] = self.job->functions.squares(self.job->call, self.row, self.column(span), self.column(span + 1));
+  }
+
+  static void write_task(void* arg, size_t piece) {
+    const SharedRow& self = *static_cast<const SharedRow*>(arg);
+    const int64_t from = self.column(self.span_of(piece));
+    self.job->functions.write(self.job->call, self.row, self.squares, from, self.column(self.span_of(piece + 1)));
+  }
+
+  void run(const rmsnorm_parallel& parallel) {
+    const int64_t all = (job->call.args->width + kSpan - 1) / kSpan;
+    squares = 0;
+    for (first_span = 0; first_span < all; first_span += kSpansAtOnce) {
+      spans = all - first_span < kSpansAtOnce ? all - first_span : kSpansAtOnce;
+      parallel.parallel_for(parallel.pool, squares_task, this, static_cast<size_t>(pieces()));
+      for (int64_t span = 0; span < spans; span++) squares += sums[span];
+    }
+    first_span = 0;
+    spans = all;
+    parallel.parallel_for(parallel.pool, write_task, this, static_cast<size_t>(pieces()));
+  }
+};
+
+void run_job(const Job& job, const rmsnorm_parallel* parallel) {
+  const rmsnorm_args& args = *job.call.args;
+  if (should_share_rows(args, job.functions, parallel)) {
+    SharedRow shared;
+    shared.job = &job;
+    for (shared.row = 0; shared.row < args.rows; shared.row++) shared.run(*parallel);
+  } else if (job.chunk >= args.rows) {
+    job.functions.rows(job.call, 0, args.rows);
+  } else {
+    const int64_t chunks = (args.rows + job.chunk - 1) / job.chunk;
+    parallel->parallel_for(parallel->pool, Job::chunk_task, const_cast<Job*>(&job), static_cast<size_t>(chunks));
+  }
+}
+
 }  // namespace
 }  // namespace rmsnorm_simd
 
@@ -154,13 +224,13 @@ extern "C" rmsnorm_status rmsnorm_cpu(const rmsnorm_args* args, const rmsnorm_pa
   const rmsnorm_status status = rmsnorm_check(args);
   if (status != RMSNORM_OK || args->rows == 0 || args->width == 0) return status;
   const bool stream = should_stream(*args);
-  RowsFn rows = current().load(std::memory_order_relaxed)->rows(*args, stream);
-  if (!rows) rows = generic_rows(*args, stream);
+  Functions functions = current().load(std::memory_order_relaxed)->functions(*args, stream);
+  if (!functions.rows) functions = generic_rows(*args, stream);
 
   const int32_t dtype = args->scale || args->bias ? args->param_dtype : args->x_dtype;
   Block scale_block;
   Block bias_block;
-  Job job = {{args, args->scale, args->bias, 1, 1}, rows, chunk_rows(*args, parallel)};
+  Job job = {{args, args->scale, args->bias, 1, 1}, functions, chunk_rows(*args, parallel)};
   if (!args->scale || args->scale_count != args->width) {
     if (args->scale)
       scale_block.fill(args->scale, size_of(dtype));
@@ -174,12 +244,7 @@ extern "C" rmsnorm_status rmsnorm_cpu(const rmsnorm_args* args, const rmsnorm_pa
     job.call.bias = bias_block.bytes;
     job.call.bias_step = 0;
   }
-  if (job.chunk >= args->rows) {
-    rows(job.call, 0, args->rows);
-  } else {
-    parallel->parallel_for(parallel->pool, Job::chunk_task, &job,
-                           static_cast<size_t>((args->rows + job.chunk - 1) / job.chunk));
-  }
+  run_job(job, parallel);
   return RMSNORM_OK;
 }
 

@@ -1,5 +1,5 @@
-// What one instruction set offers the dispatcher: a function for each combination of dtypes and options that does a
-// range of rows. Everything here is plain data, so that files compiled for different instruction sets share no code.
+// What one instruction set offers the dispatcher: functions for each combination of dtypes and options. Everything here
+// is plain data, so that files compiled for different instruction sets share no code.
 #ifndef RMSNORM_DEPLOY_CPU_ROWS_H_
 #define RMSNORM_DEPLOY_CPU_ROWS_H_
 
@@ -29,14 +29,25 @@ struct Call {
   int64_t bias_step;
 };
 
-using RowsFn = void (*)(const Call& call, int64_t begin, int64_t end);
+// The statistics of this many elements are added up on their own, so that the error of a sum stays that of a few
+// hundred additions however wide the row is, and threads that share a row get what one of them would.
+constexpr int64_t kSpan = 8192;
 
-// The function for args, or nullptr where this instruction set has none (float64 with a float32 stash is generic's).
-// stream: write past the caches.
-RowsFn avx512_rows(const rmsnorm_args& args, bool stream);
-RowsFn avx2_rows(const rmsnorm_args& args, bool stream);
-RowsFn neon_rows(const rmsnorm_args& args, bool stream);
-RowsFn generic_rows(const rmsnorm_args& args, bool stream);
+struct Functions {
+  // Rows begin .. end - 1; nullptr where an instruction set has no function for the call.
+  void (*rows)(const Call& call, int64_t begin, int64_t end);
+  // For a row done by several threads, by columns from .. end - 1, with `from` a multiple of kSpan: their sum of
+  // squares, which is the row's where it is added up span by span, and then what is written. nullptr where that is not
+  // to be had.
+  double (*squares)(const Call& call, int64_t row, int64_t from, int64_t end);
+  void (*write)(const Call& call, int64_t row, double squares, int64_t from, int64_t end);
+};
+
+// Float64 with a float32 stash is generic's alone. stream: write past the caches.
+Functions avx512_rows(const rmsnorm_args& args, bool stream);
+Functions avx2_rows(const rmsnorm_args& args, bool stream);
+Functions neon_rows(const rmsnorm_args& args, bool stream);
+Functions generic_rows(const rmsnorm_args& args, bool stream);
 
 }  // namespace rmsnorm_simd
 

@@ -13,6 +13,6 @@ namespace {
 
 }  // namespace
 
-RowsFn avx2_rows(const rmsnorm_args& args, bool stream) { return choose_rows(args, stream); }
+Functions avx2_rows(const rmsnorm_args& args, bool stream) { return choose_rows(args, stream); }
 
 }  // namespace rmsnorm_simd

@@ -54,8 +54,8 @@ struct Narrowed {
 
 }  // namespace
 
-RowsFn generic_rows(const rmsnorm_args& args, bool stream) {
-  if (args.x_dtype == RMSNORM_F64 && args.stash == RMSNORM_STASH_F32) return Narrowed::run;
+Functions generic_rows(const rmsnorm_args& args, bool stream) {
+  if (args.x_dtype == RMSNORM_F64 && args.stash == RMSNORM_STASH_F32) return {Narrowed::run, nullptr, nullptr};
   return choose_rows(args, stream && false);
 }
 

@@ -7,22 +7,21 @@
 //   read v.store(E*), v.store(E*, n), v.stream(E*)  round to E; stream needs a pointer aligned to kLanes * sizeof(E)
 //   V::round<E>(v)                             to E and back
 //   V::set(s), +, *, V::fma(a, b, c), v.sum(), V::normalise(x, r, inverse)
+// and, for vectors of float only:
+//   V::Squares                                 kSums doubles: add(k, v) adds the squares of v's lanes to those from
+//                                              k * kLanes on, add(k, const E*) those of whole vectors in memory;
+//                                              sum() adds the upper half to the lower, and so on
+//   V::Doubt, a | b, V::any(doubt)             a yes or no for each lane
+//   V::zero_bits(v, add, mask)                 yes where (bits + add) & mask is 0
+//   V::cut_bits(v, add, mask)                  the float with the bits (bits + add) & mask
 //
-// The includer defines RMSNORM_CPU_FLOAT and RMSNORM_CPU_DOUBLE, and has included rows.h and <math.h>.
+// The includer defines RMSNORM_CPU_FLOAT and RMSNORM_CPU_DOUBLE, and has included rows.h.
 
-// The statistics of this many elements are added up in V's own type before they go to a double, so that the error of a
-// sum stays that of a few hundred additions however wide the row is.
-constexpr int64_t kSpan = 8192;
+#include "exact_impl.h"
+
 constexpr int64_t kUnroll = 4;
-
-template <class A, class B>
-struct Same {
-  static constexpr bool value = false;
-};
-template <class A>
-struct Same<A, A> {
-  static constexpr bool value = true;
-};
+// Parameters of half types are widened to floats on the stack, for so many columns at a time.
+constexpr int64_t kTile = 4096;
 
 // r of the specification, in double: rounded once, to the stash type, by whoever uses it. A NaN mean stays NaN.
 inline double root(const rmsnorm_args& args, double eps, double mean) {
@@ -32,99 +31,272 @@ inline double root(const rmsnorm_args& args, double eps, double mean) {
   return s < eps ? eps : s;
 }
 
+// Where a row and what belongs to it begin.
+template <class T, class Y>
+struct RowOf {
+  const T* x;
+  const T* skip;
+  Y* y;
+  T* sum;
+  const T* next;  // the x of the row to be read after this one, or nullptr
+};
+
+template <class V, class T, bool kSkip>
+struct Input {
+  template <class Y>
+  static V load(const RowOf<T, Y>& row, int64_t i) {
+    const V x = V::load(row.x + i);
+    return kSkip ? V::template round<T>(x + V::load(row.skip + i)) : x;
+  }
+
+  template <class Y>
+  static V load(const RowOf<T, Y>& row, int64_t i, int64_t n) {
+    const V x = V::load(row.x + i, n);
+    return kSkip ? V::template round<T>(x + V::load(row.skip + i, n)) : x;
+  }
+};
+
+// Scale and bias for some columns, of type P in memory.
+template <class P>
+struct Params {
+  const P* scale;
+  const P* bias;
+  int64_t scale_step;
+  int64_t bias_step;
+};
+
+// ---- what becomes of an element: arithmetic in x's own type ...
+
+template <class V, class T, class U, class Y, bool kAfter, bool kBias, bool kHalf = sizeof(T) == 2>
+struct Formula {
+  using Param = T;  // in memory, when an element is computed
+
+  V r;
+  V inverse;
+
+  void set(double root, int64_t) {
+    r = V::set_from(root);
+    inverse = V::set_inverse(root);
+  }
+
+  V operator()(V x, V scale, V bias) const {
+    const V product = V::normalise(x, r, inverse) * scale;
+    return kBias ? product + bias : product;
+  }
+};
+
+// ... and as if it were exact, for half types.
+template <class V, class T, class U, class Y, bool kAfter, bool kBias>
+struct Formula<V, T, U, Y, kAfter, kBias, true> {
+  using Param = float;
+  // A bias before the cast may leave nothing of the product but its error.
+  static constexpr bool kAlways = !kAfter && kBias;
+  static constexpr bool kHalfScale = Same<U, f16>::value;
+  // What the normalized value lacks to leave T's grid again. No float16 is too large for it.
+  static constexpr float kParamScale = kAfter && kHalfScale ? Grid<T>::kBack : 1;
+  // 1 / r is off by up to an ulp, and so is each product but the last, which is off by half of one. The product of two
+  // float16 is exact.
+  static constexpr uint32_t kWindow = kAfter || kHalfScale ? 4 : 8;
+
+  double inverse;
+  V factor;
+  bool always;
+
+  void set(double root, int64_t width) {
+    inverse = 1.0 / root;
+    factor = V::set(static_cast<float>(inverse) * (kAfter ? Grid<T>::kScale : 1.0f));
+    // Where floats are too coarse for 1 / r, or x / r too large for T.
+    const double least = Grid<T>::kScale == 1 ? 0x1p-100 : 0x1p-13;
+    const bool usual = inverse > least && inverse < 0x1p100 && width < (int64_t{1} << 31);
+    always = kAlways || !usual;
+  }
+
+  // Right where `doubt` has no.
+  V operator()(V x, V scale, V bias, typename V::Doubt* doubt) const {
+    if constexpr (kAfter) {
+      const V n = x * factor;
+      *doubt = near_tie<T, kWindow>(n);
+      return affine(cut<T, kWindow>(n), scale, bias);
+    } else {
+      // The product of two bfloat16, taken first, might leave float's range.
+      const V y = kHalfScale ? x * scale * factor : x * factor * scale;
+      *doubt = near_tie<T, kWindow>(Grid<T>::kScale == 1 ? y : y * V::set(Grid<T>::kScale));
+      return y;
+    }
+  }
+
+  // From the normalized value, rounded to T and still on T's grid. The product is exact.
+  static V affine(V n, V scale, V bias) {
+    if (kParamScale == 1 && Grid<T>::kBack != 1) n = n * V::set(Grid<T>::kBack);
+    n = n * scale;
+    if (!kBias) return n;
+    if (Same<Y, T>::value) n = V::template round<T>(n);
+    return n + bias;
+  }
+
+  // Always right, by way of double.
+  __attribute__((noinline)) V exact(V x, V scale, V bias) const {
+    constexpr int64_t kLanes = V::kLanes;
+    float out[kLanes], s[kLanes], b[kLanes];
+    x.store(out);
+    scale.store(s);
+    bias.store(b);
+    for (int64_t j = 0; j < kLanes; j++) {
+      const double v = static_cast<double>(out[j]);
+      const double d = kAfter ? v * inverse : v * static_cast<double>(s[j]) * inverse;
+      out[j] = to_odd(kAfter || !kBias ? d : d + static_cast<double>(b[j]));
+    }
+    const V y = V::load(out);
+    return kAfter ? affine(V::template round<T>(y) * V::set(Grid<T>::kScale), scale, bias) : y;
+  }
+};
+
+// ---- rows
+
 template <class V, class T, class U, class Y, bool kAfter, bool kSkip, bool kBias, bool kStream>
 struct Rows {
   static constexpr int64_t kLanes = V::kLanes;
   static constexpr bool kHalf = sizeof(T) == 2;
   static_assert(kLanes * kUnroll <= kBlock, "a block must cover one step of the loop");
 
-  struct Row {
-    const T* x;
-    const T* skip;
-    Y* y;
-    T* sum;
-  };
+  using Row = RowOf<T, Y>;
+  using In = Input<V, T, kSkip>;
+  using F = Formula<V, T, U, Y, kAfter, kBias>;
+  using Param = typename F::Param;
 
-  static V input(const Row& row, int64_t i) {
-    const V x = V::load(row.x + i);
-    return kSkip ? V::template round<T>(x + V::load(row.skip + i)) : x;
-  }
+  // The sums with skip of half types are stored along with the squares, and only read again afterwards: they take a
+  // rounding.
+  static constexpr bool kStoresSumFirst = kHalf && kSkip;
 
-  static V input(const Row& row, int64_t i, int64_t n) {
-    const V x = V::load(row.x + i, n);
-    return kSkip ? V::template round<T>(x + V::load(row.skip + i, n)) : x;
-  }
-
-  // The row's sum of squares. `next` is the row to be read after this one.
-  static double squares(const Row& row, int64_t width) {
+  // The sum of squares of some columns, which begin at a multiple of kSpan.
+  static double squares(const Row& row, int64_t from, int64_t end) {
     double total = 0;
-    for (int64_t from = 0; from < width; from += kSpan) {
-      const int64_t end = width - from < kSpan ? width : from + kSpan;
-      V acc[kUnroll];
-      for (int64_t k = 0; k < kUnroll; k++) acc[k] = V::set(0);
-      int64_t i = from;
-      for (; i + kUnroll * kLanes <= end; i += kUnroll * kLanes) {
-        for (int64_t k = 0; k < kUnroll; k++) {
-          const V v = input(row, i + k * kLanes);
-          acc[k] = V::fma(v, v, acc[k]);
-        }
-      }
-      for (; i + kLanes <= end; i += kLanes) {
-        const V v = input(row, i);
-        acc[0] = V::fma(v, v, acc[0]);
-      }
-      if (i < end) {
-        const V v = input(row, i, end - i);
-        acc[1] = V::fma(v, v, acc[1]);
-      }
-      total += ((acc[0] + acc[1]) + (acc[2] + acc[3])).sum();
+    for (; from < end; from += kSpan) {
+      const int64_t to = end - from < kSpan ? end : from + kSpan;
+      if constexpr (kHalf)
+        total += exact_squares(row, from, to);
+      else
+        total += near_squares(row, from, to);
     }
     return total;
   }
 
-  // Scale and bias with the specification's roundings; the last one is the store's.
-  static V finish(V n, V scale, V bias) {
-    if (kAfter && kHalf) n = V::template round<T>(n);
-    n = n * scale;
-    if (!kBias) return n;
-    if (kAfter && kHalf && Same<Y, T>::value) n = V::template round<T>(n);
-    return n + bias;
+  // Asks for the lines that will be written at columns i .. i + kCount - 1: a store reads its line first, and the
+  // squares of half types leave the memory the time for it.
+  template <int64_t kCount>
+  static void claim(const Row& row, int64_t i) {
+    for (int64_t k = 0; k < kCount; k += 64 / static_cast<int64_t>(sizeof(Y))) __builtin_prefetch(row.y + i + k, 1);
   }
 
-  struct Params {
-    const U* scale;
-    const U* bias;
-    int64_t scale_step;
-    int64_t bias_step;
-    V r;
-    V inverse;
-  };
+  static double near_squares(const Row& row, int64_t i, int64_t end) {
+    V acc[kUnroll];
+    for (int64_t k = 0; k < kUnroll; k++) acc[k] = V::set(0);
+    for (; i + kUnroll * kLanes <= end; i += kUnroll * kLanes) {
+      for (int64_t k = 0; k < kUnroll; k++) {
+        const V v = In::load(row, i + k * kLanes);
+        acc[k] = V::fma(v, v, acc[k]);
+      }
+    }
+    for (; i + kLanes <= end; i += kLanes) {
+      const V v = In::load(row, i);
+      acc[0] = V::fma(v, v, acc[0]);
+    }
+    if (i < end) {
+      const V v = In::load(row, i, end - i);
+      acc[1] = V::fma(v, v, acc[1]);
+    }
+    return ((acc[0] + acc[1]) + (acc[2] + acc[3])).sum();
+  }
 
-  static void part(const Row& row, const Params& p, int64_t i, int64_t n) {
-    const V v = input(row, i, n);
+  // Squares of half types are exact in double, and their sums nearly so.
+  static double exact_squares(const Row& row, int64_t i, int64_t end) {
+    constexpr int64_t kVectors = kSums / kLanes;
+    constexpr int64_t kStep = 2 * kSums;  // some percent faster than one at a time
+    typename V::Squares sums;
+    for (; i + kStep <= end; i += kStep) {
+      claim<kStep>(row, i);
+      for (int64_t k = 0; k < 2 * kVectors; k++) {
+        if constexpr (kSkip)
+          sums.add(k % kVectors, summed(row, i + k * kLanes));
+        else
+          sums.add(k % kVectors, row.x + i + k * kLanes);
+      }
+    }
+    for (int64_t k = 0; i < end; k++, i += kLanes)
+      sums.add(k % kVectors, i + kLanes <= end ? summed(row, i) : summed(row, i, end - i));
+    return sums.sum();
+  }
+
+  static V summed(const Row& row, int64_t i) {
+    const V v = In::load(row, i);
+    if (kSkip && row.sum) v.store(row.sum + i);
+    return v;
+  }
+
+  static V summed(const Row& row, int64_t i, int64_t n) {
+    const V v = In::load(row, i, n);
     if (kSkip && row.sum) v.store(row.sum + i, n);
+    return v;
+  }
+
+  static void part(const Row& row, const F& formula, const Params<Param>& p, int64_t i, int64_t n) {
+    const V x = In::load(row, i, n);
+    const V scale = V::load(p.scale + i * p.scale_step, n);
     const V bias = kBias ? V::load(p.bias + i * p.bias_step, n) : V::set(0);
-    finish(V::normalise(v, p.r, p.inverse), V::load(p.scale + i * p.scale_step, n), bias).store(row.y + i, n);
+    V y;
+    if constexpr (kHalf) {
+      typename V::Doubt doubt;
+      y = formula(x, scale, bias, &doubt);
+      if (formula.always || V::any(doubt)) y = formula.exact(x, scale, bias);
+    } else {
+      y = formula(x, scale, bias);
+    }
+    if (kSkip && row.sum) x.store(row.sum + i, n);
+    y.store(row.y + i, n);
+  }
+
+  static void put(const Row& row, int64_t i, V x, V y, bool stream_sum) {
+    if (kSkip && row.sum) {
+      if (kStream && stream_sum)
+        x.stream(row.sum + i);
+      else
+        x.store(row.sum + i);
+    }
+    if (kStream)
+      y.stream(row.y + i);
+    else
+      y.store(row.y + i);
   }
 
   template <int64_t kCount>
-  static void whole(const Row& row, const Params& p, int64_t i, bool stream_sum) {
-    const U* scale = p.scale + i * p.scale_step;
-    const U* bias = p.bias + i * p.bias_step;
-    for (int64_t k = 0; k < kCount; k++) {
-      const V v = input(row, i + k * kLanes);
-      if (kSkip && row.sum) {
-        if (kStream && stream_sum)
-          v.stream(row.sum + i + k * kLanes);
-        else
-          v.store(row.sum + i + k * kLanes);
+  __attribute__((always_inline)) static void whole(const Row& row, const F& formula, const Params<Param>& p, int64_t i,
+                                                   bool stream_sum) {
+    const Param* scale = p.scale + i * p.scale_step;
+    const Param* bias = p.bias + i * p.bias_step;
+    if constexpr (kHalf) {
+      V x[kCount], y[kCount];
+      typename V::Doubt doubt[kCount];
+      for (int64_t k = 0; k < kCount; k++) {
+        x[k] = In::load(row, i + k * kLanes);
+        const V b = kBias ? V::load(bias + k * kLanes) : V::set(0);
+        y[k] = formula(x[k], V::load(scale + k * kLanes), b, &doubt[k]);
       }
-      const V b = kBias ? V::load(bias + k * kLanes) : V::set(0);
-      const V out = finish(V::normalise(v, p.r, p.inverse), V::load(scale + k * kLanes), b);
-      if (kStream)
-        out.stream(row.y + i + k * kLanes);
-      else
-        out.store(row.y + i + k * kLanes);
+      auto all = doubt[0];
+      for (int64_t k = 1; k < kCount; k++) all = all | doubt[k];
+      if (__builtin_expect(formula.always || V::any(all), 0)) {
+        for (int64_t k = 0; k < kCount; k++) {
+          const V b = kBias ? V::load(bias + k * kLanes) : V::set(0);
+          if (formula.always || V::any(doubt[k])) y[k] = formula.exact(x[k], V::load(scale + k * kLanes), b);
+        }
+      }
+      // Only now: y may be x, and sum may be x or skip.
+      for (int64_t k = 0; k < kCount; k++) put(row, i + k * kLanes, x[k], y[k], stream_sum);
+    } else {
+      for (int64_t k = 0; k < kCount; k++) {
+        const V x = In::load(row, i + k * kLanes);
+        const V b = kBias ? V::load(bias + k * kLanes) : V::set(0);
+        put(row, i + k * kLanes, x, formula(x, V::load(scale + k * kLanes), b), stream_sum);
+      }
     }
   }
 
@@ -136,86 +308,156 @@ struct Rows {
     return skip < width ? skip : width;
   }
 
-  static void write(const Row& row, const Params& p, const T* next, int64_t width) {
+  // Inline, so that what a store might change, for all that a compiler knows, is on nobody else's stack.
+  __attribute__((always_inline)) static void write(const Row& row, const F& formula, const Params<Param>& p,
+                                                   int64_t width) {
+    if constexpr (kStoresSumFirst) {
+      if (row.sum) {
+        const Row summed = {row.sum, nullptr, row.y, nullptr, row.next};
+        return Rows<V, T, U, Y, kAfter, false, kBias, kStream>::write(summed, formula, p, width);
+      }
+    }
     int64_t i = head(row.y, width);
-    if (i > 0) part(row, p, 0, i);
+    if (i > 0) part(row, formula, p, 0, i);
     const bool stream_sum = kStream && reinterpret_cast<uintptr_t>(row.sum + i) % (kLanes * sizeof(T)) == 0;
     for (; i + kUnroll * kLanes <= width; i += kUnroll * kLanes) {
-      if (next) {
+      if (row.next) {
         for (int64_t k = 0; k < kUnroll * kLanes; k += 64 / static_cast<int64_t>(sizeof(T)))
-          __builtin_prefetch(next + i + k);
+          __builtin_prefetch(row.next + i + k);
       }
-      whole<kUnroll>(row, p, i, stream_sum);
+      whole<kUnroll>(row, formula, p, i, stream_sum);
     }
-    for (; i + kLanes <= width; i += kLanes) whole<1>(row, p, i, stream_sum);
-    if (i < width) part(row, p, i, width - i);
+    for (; i + kLanes <= width; i += kLanes) whole<1>(row, formula, p, i, stream_sum);
+    if (i < width) part(row, formula, p, i, width - i);
+  }
+
+  static constexpr bool kWiden = !Same<U, Param>::value;
+
+  // Where widened parameters are.
+  struct Space {
+    alignas(64) Param scale[kWiden ? kTile : 1];
+    alignas(64) Param bias[kWiden && kBias ? kTile : 1];
+  };
+
+  static void widen(const U* from, int64_t count, float by, Param* to) {
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) (V::load(from + i) * V::set(by)).store(to + i);
+    if (i < count) (V::load(from + i, count - i) * V::set(by)).store(to + i, count - i);
+  }
+
+  // The parameters of columns from .. from + count - 1; at most kTile where they are widened.
+  static Params<Param> params_at(const Call& call, int64_t from, int64_t count, Space* space) {
+    const U* scale = static_cast<const U*>(call.scale) + from * call.scale_step;
+    const U* bias = kBias ? static_cast<const U*>(call.bias) + from * call.bias_step : nullptr;
+    if constexpr (kWiden) {
+      widen(scale, call.scale_step ? count : kBlock, F::kParamScale, space->scale);
+      if (kBias) widen(bias, call.bias_step ? count : kBlock, 1, space->bias);
+      return {space->scale, space->bias, call.scale_step, call.bias_step};
+    } else {
+      return {scale, bias, call.scale_step, call.bias_step};
+    }
+  }
+
+  static Row row_at(const Call& call, int64_t at) {
+    const rmsnorm_args& args = *call.args;
+    const T* x = static_cast<const T*>(args.x) + at * args.x_stride;
+    // Whoever does the next row: in the last one of a chunk, too, this is most often the same thread.
+    return {x, kSkip ? static_cast<const T*>(args.skip) + at * args.skip_stride : nullptr,
+            static_cast<Y*>(args.y) + at * args.y_stride,
+            kSkip && args.sum ? static_cast<T*>(args.sum) + at * args.sum_stride : nullptr,
+            at + 1 < args.rows ? x + args.x_stride : nullptr};
+  }
+
+  static Row advanced(const Row& row, int64_t by) {
+    return {row.x + by, kSkip ? row.skip + by : nullptr, row.y + by, kSkip && row.sum ? row.sum + by : nullptr,
+            row.next ? row.next + by : nullptr};
+  }
+
+  static F formula_for(const Call& call, double total) {
+    const rmsnorm_args& args = *call.args;
+    const double eps = Same<T, double>::value ? args.eps : static_cast<double>(static_cast<float>(args.eps));
+    F formula;
+    formula.set(root(args, eps, total / static_cast<double>(args.width)), args.width);
+    return formula;
   }
 
   static void run(const Call& call, int64_t begin, int64_t end) {
-    const rmsnorm_args& args = *call.args;
-    const double eps = Same<T, double>::value ? args.eps : static_cast<double>(static_cast<float>(args.eps));
-    Params p = {static_cast<const U*>(call.scale),
-                static_cast<const U*>(call.bias),
-                call.scale_step,
-                call.bias_step,
-                V::set(0),
-                V::set(0)};
-    for (int64_t at = begin; at < end; at++) {
-      const T* x = static_cast<const T*>(args.x) + at * args.x_stride;
-      const Row row = {x, kSkip ? static_cast<const T*>(args.skip) + at * args.skip_stride : nullptr,
-                       static_cast<Y*>(args.y) + at * args.y_stride,
-                       kSkip && args.sum ? static_cast<T*>(args.sum) + at * args.sum_stride : nullptr};
-      const double r = root(args, eps, squares(row, args.width) / static_cast<double>(args.width));
-      p.r = V::set_from(r);
-      p.inverse = V::set_inverse(r);
-      // Whoever does the next row: in the last one of a chunk, too, this is most often the same thread.
-      write(row, p, at + 1 < args.rows ? x + args.x_stride : nullptr, args.width);
+    const int64_t width = call.args->width;
+    if (kWiden && width > kTile) {
+      for (int64_t at = begin; at < end; at++) {
+        const Row row = row_at(call, at);
+        write_tiles(call, row, formula_for(call, squares(row, 0, width)), 0, width);
+      }
+    } else {
+      Space space;
+      const Params<Param> params = params_at(call, 0, width, &space);
+      for (int64_t at = begin; at < end; at++) {
+        const Row row = row_at(call, at);
+        write(row, formula_for(call, squares(row, 0, width)), params, width);
+      }
     }
+    if (kStream) V::fence();
+  }
+
+  static void write_tiles(const Call& call, const Row& row, const F& formula, int64_t from, int64_t end) {
+    Space space;
+    for (int64_t next = from; from < end; from = next) {
+      next = !kWiden || end - from < kTile ? end : from + kTile;
+      write(advanced(row, from), formula, params_at(call, from, next - from, &space), next - from);
+    }
+  }
+
+  // The two halves of the work on some columns of one row, for several threads.
+  static double squares_of(const Call& call, int64_t at, int64_t from, int64_t end) {
+    return squares(row_at(call, at), from, end);
+  }
+
+  static void write_columns(const Call& call, int64_t at, double total, int64_t from, int64_t end) {
+    write_tiles(call, row_at(call, at), formula_for(call, total), from, end);
     if (kStream) V::fence();
   }
 };
 
-template <class V, class T, class U, class Y, bool kAfter>
-RowsFn choose(const rmsnorm_args& args, bool stream) {
-  const int which = (args.skip ? 4 : 0) + (args.bias ? 2 : 0) + (stream ? 1 : 0);
-  switch (which) {
-    case 0:
-      return Rows<V, T, U, Y, kAfter, false, false, false>::run;
-    case 1:
-      return Rows<V, T, U, Y, kAfter, false, false, true>::run;
-    case 2:
-      return Rows<V, T, U, Y, kAfter, false, true, false>::run;
-    case 3:
-      return Rows<V, T, U, Y, kAfter, false, true, true>::run;
-    case 4:
-      return Rows<V, T, U, Y, kAfter, true, false, false>::run;
-    case 5:
-      return Rows<V, T, U, Y, kAfter, true, false, true>::run;
-    case 6:
-      return Rows<V, T, U, Y, kAfter, true, true, false>::run;
-    default:
-      return Rows<V, T, U, Y, kAfter, true, true, true>::run;
+template <class V, class T, class U, class Y, bool kAfter, bool kSkip, bool kBias, bool kStream>
+constexpr Functions functions_of() {
+  using R = Rows<V, T, U, Y, kAfter, kSkip, kBias, kStream>;
+  return {R::run, R::squares_of, R::write_columns};
+}
+
+template <class V, class T, class U, class Y, bool kAfter, bool kStream>
+Functions choose(const rmsnorm_args& args) {
+  if (args.skip) {
+    return args.bias ? functions_of<V, T, U, Y, kAfter, true, true, kStream>()
+                     : functions_of<V, T, U, Y, kAfter, true, false, kStream>();
   }
+  return args.bias ? functions_of<V, T, U, Y, kAfter, false, true, kStream>()
+                   : functions_of<V, T, U, Y, kAfter, false, false, kStream>();
 }
 
 template <class V, class T>
-RowsFn choose_half(const rmsnorm_args& args, bool stream) {
-  const bool after = args.scale_order == RMSNORM_AFTER_CAST;
-  const bool wide = (args.scale || args.bias) && args.param_dtype == RMSNORM_F32;
-  if (wide) return after ? choose<V, T, float, float, true>(args, stream) : choose<V, T, float, T, false>(args, stream);
-  return after ? choose<V, T, T, T, true>(args, stream) : choose<V, T, T, T, false>(args, stream);
+Functions choose_full(const rmsnorm_args& args, bool stream) {
+  return stream ? choose<V, T, T, T, true, true>(args) : choose<V, T, T, T, true, false>(args);
 }
 
-inline RowsFn choose_rows(const rmsnorm_args& args, bool stream) {
+// Nothing is streamed here, since what is to be written was claimed in time.
+template <class V, class T>
+Functions choose_half(const rmsnorm_args& args) {
+  const bool after = args.scale_order == RMSNORM_AFTER_CAST;
+  const bool wide = (args.scale || args.bias) && args.param_dtype == RMSNORM_F32;
+  if (wide) return after ? choose<V, T, float, float, true, false>(args) : choose<V, T, float, T, false, false>(args);
+  return after ? choose<V, T, T, T, true, false>(args) : choose<V, T, T, T, false, false>(args);
+}
+
+inline Functions choose_rows(const rmsnorm_args& args, bool stream) {
   switch (args.x_dtype) {
     case RMSNORM_F32:
-      return choose<RMSNORM_CPU_FLOAT, float, float, float, true>(args, stream);
+      return choose_full<RMSNORM_CPU_FLOAT, float>(args, stream);
     case RMSNORM_F16:
-      return choose_half<RMSNORM_CPU_FLOAT, f16>(args, stream);
+      return choose_half<RMSNORM_CPU_FLOAT, f16>(args);
     case RMSNORM_BF16:
-      return choose_half<RMSNORM_CPU_FLOAT, bf16>(args, stream);
+      return choose_half<RMSNORM_CPU_FLOAT, bf16>(args);
     default:
-      return args.stash == RMSNORM_STASH_F64 ? choose<RMSNORM_CPU_DOUBLE, double, double, double, true>(args, stream)
-                                             : nullptr;
+      if (args.stash != RMSNORM_STASH_F64) return {nullptr, nullptr, nullptr};
+      return choose_full<RMSNORM_CPU_DOUBLE, double>(args, stream);
   }
 }

@@ -85,6 +85,45 @@ struct Float {
     s = _mm_add_ss(s, _mm_movehdup_ps(s));
     return static_cast<double>(_mm_cvtss_f32(s));
   }
+
+  struct Doubt {
+    __m256i lanes;
+    friend Doubt operator|(Doubt a, Doubt b) { return {_mm256_or_si256(a.lanes, b.lanes)}; }
+  };
+  static bool any(Doubt a) { return _mm256_movemask_epi8(a.lanes) != 0; }
+  static __m256i masked(Float a, uint32_t add, uint32_t mask) {
+    const __m256i sum = _mm256_add_epi32(_mm256_castps_si256(a.v), _mm256_set1_epi32(static_cast<int>(add)));
+    return _mm256_and_si256(sum, _mm256_set1_epi32(static_cast<int>(mask)));
+  }
+  static Doubt zero_bits(Float a, uint32_t add, uint32_t mask) {
+    return {_mm256_cmpeq_epi32(masked(a, add, mask), _mm256_setzero_si256())};
+  }
+  static Float cut_bits(Float a, uint32_t add, uint32_t mask) { return {_mm256_castsi256_ps(masked(a, add, mask))}; }
+
+  struct Squares {
+    __m256d sums[8];
+
+    Squares() {
+      for (__m256d& sum : sums) sum = _mm256_setzero_pd();
+    }
+    void add(int64_t k, Float a) {
+      const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(a.v));
+      const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(a.v, 1));
+      sums[2 * k] = _mm256_fmadd_pd(low, low, sums[2 * k]);
+      sums[2 * k + 1] = _mm256_fmadd_pd(high, high, sums[2 * k + 1]);
+    }
+    template <class E>
+    void add(int64_t k, const E* p) {
+      add(k, load(p));
+    }
+    double sum() const {
+      __m256d s[4];
+      for (int k = 0; k < 4; k++) s[k] = _mm256_add_pd(sums[k], sums[k + 4]);
+      const __m256d four = _mm256_add_pd(_mm256_add_pd(s[0], s[2]), _mm256_add_pd(s[1], s[3]));
+      const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+      return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+    }
+  };
 };
 
 struct Double {

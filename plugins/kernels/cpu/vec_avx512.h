@@ -66,6 +66,45 @@ struct Float {
   static Float fma(Float a, Float b, Float c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
   static Float normalise(Float x, Float, Float inverse) { return x * inverse; }
   double sum() const { return static_cast<double>(_mm512_reduce_add_ps(v)); }
+
+  using Doubt = unsigned;
+  static bool any(Doubt a) { return a != 0; }
+  static __m512i plus(Float a, uint32_t add) {
+    return _mm512_add_epi32(_mm512_castps_si512(a.v), _mm512_set1_epi32(static_cast<int>(add)));
+  }
+  static Doubt zero_bits(Float a, uint32_t add, uint32_t mask) {
+    return _mm512_testn_epi32_mask(plus(a, add), _mm512_set1_epi32(static_cast<int>(mask)));
+  }
+  static Float cut_bits(Float a, uint32_t add, uint32_t mask) {
+    return {_mm512_castsi512_ps(_mm512_and_si512(plus(a, add), _mm512_set1_epi32(static_cast<int>(mask))))};
+  }
+
+  struct Squares {
+    __m512d sums[4] = {_mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd(), _mm512_setzero_pd()};
+
+    void add(int64_t k, __m512d low, __m512d high) {
+      sums[2 * k] = _mm512_fmadd_pd(low, low, sums[2 * k]);
+      sums[2 * k + 1] = _mm512_fmadd_pd(high, high, sums[2 * k + 1]);
+    }
+    void add(int64_t k, Float a) {
+      add(k, _mm512_cvtps_pd(_mm512_castps512_ps256(a.v)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(a.v, 1)));
+    }
+    static __m512d widen(__m128i h, const f16*) { return _mm512_cvtps_pd(_mm256_cvtph_ps(h)); }
+    static __m512d widen(__m128i h, const bf16*) {
+      return _mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)));
+    }
+    template <class E>
+    void add(int64_t k, const E* p) {
+      add(k, widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), p),
+          widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)), p));
+    }
+    double sum() const {
+      const __m512d eight = _mm512_add_pd(_mm512_add_pd(sums[0], sums[2]), _mm512_add_pd(sums[1], sums[3]));
+      const __m256d four = _mm256_add_pd(_mm512_castpd512_pd256(eight), _mm512_extractf64x4_pd(eight, 1));
+      const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
+      return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+    }
+  };
 };
 
 struct Double {

@@ -122,6 +122,35 @@ struct Plain {
     }
     return static_cast<double>(s[0]);
   }
+
+  // Plain code has nothing faster than the way that is always right.
+  using Doubt = unsigned;
+  static bool any(Doubt a) { return a != 0; }
+  static Doubt zero_bits(Plain, uint32_t, uint32_t) { return 1; }
+  static Plain cut_bits(Plain a, uint32_t, uint32_t) { return a; }
+
+  struct Squares {
+    double sums[32] = {};
+
+    void add(int64_t k, Plain a) {
+      for (int i = 0; i < kN; i++) {
+        const double wide = static_cast<double>(a.v[i]);
+        sums[k * kN + i] += wide * wide;
+      }
+    }
+    template <class E>
+    void add(int64_t k, const E* p) {
+      add(k, load(p));
+    }
+    double sum() const {
+      double s[16];
+      for (int i = 0; i < 16; i++) s[i] = sums[i] + sums[i + 16];
+      for (int half = 8; half > 0; half /= 2) {
+        for (int i = 0; i < half; i++) s[i] += s[i + half];
+      }
+      return s[0];
+    }
+  };
 };
 
 using Float = Plain<float, 8>;

@@ -65,6 +65,43 @@ struct Float {
   static Float fma(Float a, Float b, Float c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
   static Float normalise(Float x, Float, Float inverse) { return x * inverse; }
   double sum() const { return static_cast<double>(vaddvq_f32(v)); }
+
+  struct Doubt {
+    uint32x4_t lanes;
+    friend Doubt operator|(Doubt a, Doubt b) { return {vorrq_u32(a.lanes, b.lanes)}; }
+  };
+  static bool any(Doubt a) { return vmaxvq_u32(a.lanes) != 0; }
+  static uint32x4_t masked(Float a, uint32_t add, uint32_t mask) {
+    return vandq_u32(vaddq_u32(vreinterpretq_u32_f32(a.v), vdupq_n_u32(add)), vdupq_n_u32(mask));
+  }
+  static Doubt zero_bits(Float a, uint32_t add, uint32_t mask) { return {vceqzq_u32(masked(a, add, mask))}; }
+  static Float cut_bits(Float a, uint32_t add, uint32_t mask) { return {vreinterpretq_f32_u32(masked(a, add, mask))}; }
+
+  struct Squares {
+    float64x2_t sums[16];
+
+    Squares() {
+      for (float64x2_t& sum : sums) sum = vdupq_n_f64(0);
+    }
+    void add(int64_t k, Float a) {
+      const float64x2_t low = vcvt_f64_f32(vget_low_f32(a.v));
+      const float64x2_t high = vcvt_high_f64_f32(a.v);
+      sums[2 * k] = vfmaq_f64(sums[2 * k], low, low);
+      sums[2 * k + 1] = vfmaq_f64(sums[2 * k + 1], high, high);
+    }
+    template <class E>
+    void add(int64_t k, const E* p) {
+      add(k, load(p));
+    }
+    double sum() const {
+      float64x2_t s[8];
+      for (int k = 0; k < 8; k++) s[k] = vaddq_f64(sums[k], sums[k + 8]);
+      for (int half = 4; half > 0; half /= 2) {
+        for (int k = 0; k < half; k++) s[k] = vaddq_f64(s[k], s[k + half]);
+      }
+      return vaddvq_f64(s[0]);
+    }
+  };
 };
 
 struct Double {
