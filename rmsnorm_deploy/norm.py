@@ -1,8 +1,11 @@
-"""RMSNorm for PyTorch: the functional and the module, with every variant of the op, in differentiable torch operations.
+"""RMSNorm for PyTorch: the functional and the module, with every variant of the op, differentiable.
 
-``RMSNorm(d)`` replaces ``torch.nn.RMSNorm(d)`` bit for bit; keyword arguments choose the other variants of
-``docs/op-spec.md``. State dicts are those of ``torch.nn.RMSNorm`` and of Hugging Face's classes: ``weight`` and, if
-asked for, ``bias``.
+``RMSNorm(d)`` replaces ``torch.nn.RMSNorm(d)``; keyword arguments choose the other variants of ``docs/op-spec.md``.
+State dicts are those of ``torch.nn.RMSNorm`` and of Hugging Face's classes: ``weight`` and, if asked for, ``bias``.
+
+Eager calls run on the compiled kernels where those are built and have the variant (`rmsnorm_deploy.eager_kernels` turns
+that off), which are at least as exact. Anything else, all that is compiled or exported included, is PyTorch operations,
+and ``torch.nn.RMSNorm`` bit for bit.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rmsnorm_deploy.eager_kernels import kernels_take
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.reference import check_variant, without_leading_ones
 
@@ -44,7 +48,7 @@ def rms_norm(
 ) -> Tensor:
     """``x / rms(x) * (weight_offset + weight) + bias`` over the last ``len(normalized_shape)`` axes of ``x``.
 
-    With its defaults this is ``torch.nn.functional.rms_norm``, and calls it.
+    With its defaults this is ``torch.nn.functional.rms_norm``; without compiled kernels it calls that.
 
     Args:
         x: float16, bfloat16, float32 or float64, of shape ``(*, *normalized_shape)``.
@@ -64,21 +68,15 @@ def rms_norm(
 
     Raises ``InputError`` for a shape, dtype or name that the op does not have.
     """
-    axes = _axes(normalized_shape)
-    variant = _Variant(
-        _default_eps(x.dtype) if eps is None else eps,
-        epsilon_mode,
-        weight_offset,
-        scale_order,
-        _default_stash(x.dtype) if stash_dtype is None else stash_dtype,
-    )
-    _check_input(x, axes)
-    _check_options(variant, has_weight=weight is not None)
-    weight = _fit(weight, axes, "weight")
-    bias = _fit(bias, axes, "bias")
-    if _torch_has(x, axes, weight, bias, variant):
-        return F.rms_norm(x, list(axes), weight, variant.eps)
-    return _compute(x, len(axes), weight, bias, variant)
+    axes, variant = _resolve(x, normalized_shape, weight, eps, epsilon_mode, weight_offset, scale_order, stash_dtype)
+    weight, bias = _fit(weight, axes, "weight"), _fit(bias, axes, "bias")
+    if kernels_take(x, weight, bias):
+        call = _kernel_call(x, axes, weight, bias, variant)
+        if call is not None:
+            from rmsnorm_deploy import torch_ops
+
+            return torch_ops.rms_norm(x, *call)
+    return _plain(x, axes, weight, bias, variant)
 
 
 def skip_rms_norm(
@@ -102,19 +100,16 @@ def skip_rms_norm(
         raise InputError(
             f"x is {x.dtype} {list(x.shape)} and skip is {skip.dtype} {list(skip.shape)}: SkipRMSNorm needs two alike"
         )
+    axes, variant = _resolve(x, normalized_shape, weight, eps, epsilon_mode, weight_offset, scale_order, stash_dtype)
+    weight, bias = _fit(weight, axes, "weight"), _fit(bias, axes, "bias")
+    if kernels_take(x, skip, weight, bias):
+        call = _kernel_call(x, axes, weight, bias, variant)
+        if call is not None:
+            from rmsnorm_deploy import torch_ops
+
+            return torch_ops.skip_rms_norm(x, skip, *call)
     total = x + skip
-    y = rms_norm(
-        total,
-        normalized_shape,
-        weight,
-        eps,
-        bias=bias,
-        epsilon_mode=epsilon_mode,
-        weight_offset=weight_offset,
-        scale_order=scale_order,
-        stash_dtype=stash_dtype,
-    )
-    return y, total
+    return _plain(total, axes, weight, bias, variant), total
 
 
 class _Norm(nn.Module):
@@ -198,7 +193,7 @@ class _Norm(nn.Module):
 class RMSNorm(_Norm):
     """``torch.nn.RMSNorm`` with the other variants as keyword arguments, see ``rms_norm``.
 
-    The positional arguments are torch's, and with these alone so is every bit of the output. ``weight`` has the shape
+    The positional arguments are torch's. ``weight`` has the shape
     ``normalized_shape``, or is ``None`` without ``elementwise_affine``; ``bias`` is there if asked for. ``InputError``
     for options that the op does not have.
     """
@@ -214,6 +209,56 @@ class SkipRMSNorm(_Norm):
     def forward(self, x: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
         """``(y, sum)`` for ``x`` and ``skip``, both of shape ``(*, *normalized_shape)`` and of one dtype."""
         return skip_rms_norm(x, skip, self.normalized_shape, self.weight, self.eps, **self._options())
+
+
+def _resolve(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    epsilon_mode: str,
+    weight_offset: float,
+    scale_order: str,
+    stash_dtype: torch.dtype | None,
+) -> tuple[tuple[int, ...], _Variant]:
+    """The normalized axes and the variant, checked against each other and against x."""
+    axes = _axes(normalized_shape)
+    variant = _Variant(
+        _default_eps(x.dtype) if eps is None else eps,
+        epsilon_mode,
+        weight_offset,
+        scale_order,
+        _default_stash(x.dtype) if stash_dtype is None else stash_dtype,
+    )
+    _check_input(x, axes)
+    _check_options(variant, has_weight=weight is not None)
+    return axes, variant
+
+
+def _kernel_call(
+    x: Tensor, axes: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, variant: _Variant
+) -> tuple[Tensor | None, Tensor | None, int, float, str, str, bool] | None:
+    """The arguments behind x (and skip) of the same norm in `torch_ops`; None where that has no such variant."""
+    # One type for both parameters, x's or float32 for a half x, to which any narrower one converts without loss.
+    dtype = _promoted(x, weight, bias)
+    fits = dtype == x.dtype or (dtype == torch.float32 and x.dtype in (torch.float16, torch.bfloat16))
+    if not fits or x.numel() == 0 or variant.stash != _default_stash(x.dtype):
+        return None
+    if weight is not None and variant.weight_offset:
+        if variant.scale_order == "before_cast":
+            dtype = variant.stash
+            weight = weight.to(dtype)
+        weight = _shifted(weight, variant.weight_offset)
+    scale = None if weight is None else weight.to(dtype)
+    shift = None if bias is None else bias.to(dtype)
+    return scale, shift, -len(axes), variant.eps, variant.epsilon_mode, variant.scale_order, x.dtype == torch.float64
+
+
+def _plain(x: Tensor, axes: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, variant: _Variant) -> Tensor:
+    """In PyTorch's operations."""
+    if _torch_has(x, axes, weight, bias, variant):
+        return F.rms_norm(x, list(axes), weight, variant.eps)
+    return _compute(x, len(axes), weight, bias, variant)
 
 
 def _compute(x: Tensor, rank: int, weight: Tensor | None, bias: Tensor | None, variant: _Variant) -> Tensor:
