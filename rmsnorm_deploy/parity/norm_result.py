@@ -11,7 +11,6 @@ RULES = {
     "norm-rounding": "in half precision the op rounds elsewhere than the model's norm, or has another scale",
     "norm-wiring": "the op reads or gives other values than the model's norm",
     "norm-missing": "the model has no op where the manifest lists one",
-    "inherited-error": "the norm is right, and what it reads is wrong",
     "span": "the first wrong value is computed between two norms",
     "tail": "every norm is right, and the model goes wrong after the last one",
     "export": "the graph differs from the traced program before anything was fused",
@@ -25,7 +24,8 @@ class SiteError:
     """One norm in one backend; errors are in ULPs of the norm's dtype, the worst over the samples.
 
     ``error`` is against the float64 run of the whole model, ``before`` the same before fusing in the model's dtypes,
-    ``own`` given the norm's actual input, ``isolated`` alone on rows of its own. None where it could not be had.
+    ``own`` given the norm's actual input, ``isolated`` alone on rows of its own. None where it could not be had. The
+    verdict is on the norm by itself: ``error`` includes what it inherits.
     """
 
     backend: str

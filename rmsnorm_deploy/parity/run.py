@@ -156,7 +156,7 @@ def judge_prepared(
             else:
                 result, own = _judge_backend(bundle, backend, prepared.cases, limits, insist)
             if checks is not None and backend.runtime == "onnxruntime" and result.verdict != NOT_RUN:
-                at_norms = judge_sites(checks, backend, prepared.sites, next(iter(limits.values()), None))
+                at_norms = judge_sites(checks, backend, prepared.sites)
                 result = _with_norms(result, at_norms)
                 sites += at_norms
                 if bisect or result.verdict == FAIL:
@@ -187,7 +187,6 @@ def _with_norms(result: BackendResult, sites: Sequence[SiteError]) -> BackendRes
     wrong = [site for site in sites if site.verdict == FAIL]
     if not wrong:
         return result
-    wrong = [site for site in wrong if site.rule != "inherited-error"] or wrong
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     return replace(result, verdict=FAIL, reason=result.reason or f"{wrong[0].norm}{more}: {wrong[0].reason}")
 
