@@ -520,6 +520,22 @@ def test_custom_ops_that_are_asked_for_and_not_built_are_refused(tmp_path, monke
     assert "not built" in session.custom_ops_reason
 
 
+@pytest.mark.parametrize("provider", ["CUDAExecutionProvider", "TensorrtExecutionProvider"])
+def test_a_session_on_a_gpu_does_without_ops_that_run_on_the_cpu_alone(monkeypatch, provider):
+    from rmsnorm_deploy.runtime.onnxruntime_session import _choose_library
+
+    providers, built = [provider, "CPUExecutionProvider"], {"ort": Path("/lib/ops.so")}
+    monkeypatch.setattr("rmsnorm_deploy.runtime.onnxruntime_session.native_library", built.get)
+    library, reason = _choose_library("auto", False, providers)
+    assert library is None
+    assert "no CUDA kernels" in reason
+    with pytest.raises(BackendUnavailable, match="build --cpu --cuda"):
+        _choose_library(True, False, providers)
+    assert _choose_library("auto", False, providers[1:])[0] == built["ort"]
+    built["cuda"] = Path("/lib/cuda.so")
+    assert _choose_library("auto", False, providers)[0] == built["ort"]
+
+
 def test_a_library_that_does_not_load_costs_speed_and_not_the_session(tmp_path, monkeypatch):
     broken = tmp_path / "libbroken.so"
     broken.write_bytes(b"no library")

@@ -23,6 +23,9 @@ INSTALL = "pip install onnxruntime (or onnxruntime-gpu)"
 # Options that have the library: a second registration would make every session with them fail.
 _WITH_OPS: weakref.WeakSet[Any] = weakref.WeakSet()
 
+# What the names of the providers that run on NVIDIA's GPUs begin with.
+_ON_CUDA = ("CUDA", "Tensorrt", "NvTensorRT")
+
 OPTIMIZATION = {
     "all": "ORT_ENABLE_ALL",
     "extended": "ORT_ENABLE_EXTENDED",
@@ -40,7 +43,8 @@ class OnnxRuntimeSession(Session):
         optimization: "all", "extended", "basic" or "disabled"; None is "all", or what ``session_options`` say.
         threads: threads within an op.
         custom_ops: "auto" registers our compiled ops where they are built and load; True insists; False does without.
-            With ``session_options`` given, "auto" leaves them as they are: `rmsnorm_deploy.register` adds the ops.
+            With ``session_options`` given, "auto" leaves them as they are: `rmsnorm_deploy.register` adds the ops. A
+            session on a GPU needs our CUDA kernels for them too: without, each norm would be copied to the CPU and back.
         engine_cache: folder in which the TensorRT provider keeps its engines.
 
     ``custom_ops`` afterwards is the library in use or None, and ``custom_ops_reason`` says why.
@@ -69,7 +73,9 @@ class OnnxRuntimeSession(Session):
         self._providers = resolve_providers(self._ort.get_available_providers(), providers, bundle.manifest, cache)
         self._user_options = session_options
         self._settings = (optimization, threads)
-        self.custom_ops, self.custom_ops_reason = _choose_library(custom_ops, session_options is not None)
+        self.custom_ops, self.custom_ops_reason = _choose_library(
+            custom_ops, session_options is not None, [name for name, _ in self._providers]
+        )
         self._session = self._open(bundle.model_path, insist=custom_ops is True)
         self.providers: list[str] = self._session.get_providers()
         self._check_providers(providers)
@@ -164,7 +170,7 @@ class OnnxRuntimeSession(Session):
 
     @property
     def _runs_on_cuda(self) -> bool:
-        return any(name.startswith(("CUDA", "Tensorrt", "NvTensorRT")) for name in self.providers)
+        return any(name.startswith(_ON_CUDA) for name in self.providers)
 
 
 def _error_types(ort: types.ModuleType) -> tuple[type[Exception], ...]:
@@ -174,7 +180,10 @@ def _error_types(ort: types.ModuleType) -> tuple[type[Exception], ...]:
     return (*own, RuntimeError, ValueError, TypeError)
 
 
-def _choose_library(custom_ops: bool | str, user_options: bool) -> tuple[Path | None, str]:
+def _choose_library(
+    custom_ops: bool | str, user_options: bool, providers: Sequence[str] = ()
+) -> tuple[Path | None, str]:
+    """The library to register, or None, and why."""
     if custom_ops not in (True, False, "auto"):
         raise InputError(f"custom_ops {custom_ops!r} is not one of 'auto', True, False")
     if custom_ops is False:
@@ -182,9 +191,17 @@ def _choose_library(custom_ops: bool | str, user_options: bool) -> tuple[Path | 
     if custom_ops == "auto" and user_options:
         return None, "session_options were given: rmsnorm_deploy.register(session_options) adds the ops to them"
     library = native_library("ort")
-    if library is None and custom_ops is True:
-        raise BackendUnavailable("the custom ops are not built: run python -m rmsnorm_deploy.native build")
-    return library, f"registered {library.name}" if library else "the custom ops are not built"
+    if library is None:
+        reason = "the custom ops are not built"
+        command = "python -m rmsnorm_deploy.native build"
+    elif any(name.startswith(_ON_CUDA) for name in providers) and native_library("cuda") is None:
+        reason = "the custom ops have no CUDA kernels here, and the session runs on a GPU"
+        command = "python -m rmsnorm_deploy.native build --cpu --cuda"
+    else:
+        return library, f"registered {library.name}"
+    if custom_ops is True:
+        raise BackendUnavailable(f"{reason}: run {command}")
+    return None, reason
 
 
 def _bind_input(binding: Any, name: str, buffer: Buffer) -> None:
