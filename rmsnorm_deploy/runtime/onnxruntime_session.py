@@ -44,7 +44,7 @@ class OnnxRuntimeSession(Session):
         threads: threads within an op.
         custom_ops: "auto" registers our compiled ops where they are built and load; True insists; False does without.
             With ``session_options`` given, "auto" leaves them as they are: `rmsnorm_deploy.register` adds the ops. A
-            session on a GPU needs our CUDA kernels for them too: without, each norm would be copied to the CPU and back.
+            session on a GPU needs our CUDA kernels too: each norm would be copied to the CPU and back without.
         engine_cache: folder in which the TensorRT provider keeps its engines.
 
     ``custom_ops`` afterwards is the library in use or None, and ``custom_ops_reason`` says why.
