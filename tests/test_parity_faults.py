@@ -55,7 +55,8 @@ def test_every_fault_in_norms_with_a_bias_is_caught_and_named() -> None:
 
 
 def test_a_clean_model_raises_no_alarm_on_any_seed() -> None:
-    assert false_alarms(bundle("float32"), range(SEEDS)) == []
+    made = bundle("float32")
+    assert false_alarms(made, range(SEEDS), samples=lambda seed: few_samples(made, seed)) == []
 
 
 @pytest.mark.parametrize("which", ["float16", "bias"])

@@ -133,12 +133,22 @@ class Ward:
         return False
 
 
-def false_alarms(bundle: BundleLike, seeds: Sequence[int], say: Callable[[str], None] = lambda line: None) -> list[int]:
-    """The seeds on which the clean bundle does not pass on every backend that is here."""
+def false_alarms(
+    bundle: BundleLike,
+    seeds: Sequence[int],
+    say: Callable[[str], None] = lambda line: None,
+    samples: Callable[[int], list[Sample]] | None = None,
+) -> list[int]:
+    """The seeds on which the clean bundle does not pass on every backend that is here.
+
+    ``samples`` makes the inputs for a seed; `make_samples` does otherwise.
+    """
     held = HeldBundle(bundle)
     wrong = []
     for seed in seeds:
-        prepared = prepare(held, seed=seed, samples=make_samples(held.manifest, seed=seed))
+        prepared = prepare(
+            held, seed=seed, samples=samples(seed) if samples else make_samples(held.manifest, seed=seed)
+        )
         report = judge_prepared(prepared, held, [BACKENDS[name] for name in _RUN_ANYWHERE])
         if not report.ok:
             wrong.append(seed)

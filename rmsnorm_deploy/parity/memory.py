@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from pathlib import Path
+
+LARGE = 1 << 27  # bytes of weights from which collecting is worth its third of a second
 
 
-def give_back_memory() -> None:
-    """Free what is held in cycles, and let the C library hand back freed blocks of a weight's size, which it keeps."""
+def give_back_memory(folder: Path) -> None:
+    """After work on the model in ``folder``, if it is large: free what is held in cycles, and let the C library hand
+    back freed blocks of a weight's size, which it keeps."""
+    if sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) < LARGE:
+        return
     gc.collect()
     try:
         ctypes.CDLL(None).malloc_trim(0)

@@ -112,7 +112,7 @@ def prepare(
     cases, records = _cases(inputs, names, oracle, baseline[1] if baseline else None, limits, say)
     description, title = oracle.description, baseline[0] if baseline else None
     del oracle, baseline
-    give_back_memory()  # float64 weights that are held in a cycle
+    give_back_memory(bundle.path)  # float64 weights that are held in a cycle
     say("float64 truth of the norms")
     sites = _site_cases(bundle, [case.sample for case in cases])
     return Prepared(description, title, baseline_problem, seed, cases, records, sites)
@@ -149,7 +149,7 @@ def judge_prepared(
     with Scratch() as scratch:
         checks = open_checks(bundle, scratch, prepared.seed)
         for backend in judged:
-            give_back_memory()  # what the session before held
+            give_back_memory(bundle.path)  # what the session before held
             say(f"parity of {backend.title}")
             if backend.title == prepared.baseline:
                 result, own = _judge_baseline(backend, prepared.cases, limits)
