@@ -45,16 +45,18 @@ def test_every_contestant_computes_the_same(dtype: str, skip: bool) -> None:
     (item,) = kernels.make_buffers(case)
     scale = item.x[0].clone()
     results = {}
-    for name, make in kernels.contestants(case).items():
+    for name, make in kernels.contestants(case, compiled=dtype == "float16").items():
         if "memcpy" in name or "ayer_norm" in name or name.endswith(" LayerNormalization"):
             continue
         try:
             (call,) = make([item], scale)
         except BackendUnavailable:
-            assert dtype == "bfloat16", name  # ONNX Runtime lacks some of its own ops in bfloat16 alone
+            # ONNX Runtime lacks some of its own ops in bfloat16 alone; torch.compile needs a C++ compiler.
+            assert dtype == "bfloat16" or "compile" in name, name
             continue
         item.y.zero_()
         value = call()
+        value = value[0] if isinstance(value, tuple) else value
         results[name] = (value if name.startswith("torch") else item.y).double()
     want = results.pop(kernels.OURS)
     assert {kernels.BARE, "torch rms_norm"} <= set(results)
@@ -66,8 +68,11 @@ def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.Monk
     bar = kernels.Bar(4, 64, "float32", False, kernels.BARE, (kernels.COPY,), 1e9, cold=False, threads=(1,))
     monkeypatch.setattr(kernels, "BARS", (bar,))
     path = tmp_path / "figures.json"
-    options = ["--dtype", "float32", "--threads", "1", "--turns", "2", "--json", str(path)]
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: report)")
+    picture = tmp_path / "figures.svg"
+    options = ["--dtype", "float32", "--threads", "1", "--turns", "2", "--json", str(path), "--plot", str(picture)]
     assert kernels.main(options) == 0
+    assert "memcpy" in picture.read_text()
     (case,) = json.loads(path.read_text())["cases"]
     assert case["case"]["rows"] == 4
     assert {"memcpy", "torch rms_norm"} <= {timing["name"] for timing in case["timings"]}

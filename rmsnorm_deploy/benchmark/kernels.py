@@ -30,6 +30,7 @@ from onnx import TensorProto, helper
 
 from rmsnorm_deploy import ckernel, native
 from rmsnorm_deploy.errors import BackendUnavailable
+from rmsnorm_deploy.runtime.optional import load_module
 
 OURS, BARE, COPY = "ours in onnxruntime", "ours, bare", "memcpy"
 EPSILON = 1e-6
@@ -222,6 +223,28 @@ def torch_calls(case: Case, sets: list[Buffers], scale: torch.Tensor) -> list[Ca
     return [lambda item=item: call(item) for item in sets]  # type: ignore[misc]
 
 
+def compiled_calls(case: Case, sets: list[Buffers], scale: torch.Tensor) -> list[Call]:
+    """What torch.compile makes of PyTorch's own op."""
+
+    def norm(x: torch.Tensor, skip: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + skip if case.skip else x
+        return F.rms_norm(total, [case.width], scale, EPSILON), total
+
+    torch.compiler.reset()  # each case is compiled for itself, and only so many are remembered
+    compiled = torch.compile(norm, fullgraph=True, dynamic=False)
+    try:
+        with torch.no_grad():
+            compiled(sets[0].x, sets[0].skip)
+    except RuntimeError as error:  # no C++ compiler, for one
+        raise BackendUnavailable(f"torch.compile: {' '.join(str(error).split())[:200]}") from error
+
+    def call(item: Buffers) -> object:
+        with torch.no_grad():
+            return compiled(item.x, item.skip)
+
+    return [lambda item=item: call(item) for item in sets]  # type: ignore[misc]
+
+
 def layer_norm_calls(case: Case, sets: list[Buffers], scale: torch.Tensor) -> list[Call]:
     """PyTorch's LayerNorm, for scale."""
 
@@ -244,7 +267,7 @@ class OrtOp(NamedTuple):
     bias: bool = False
 
 
-_NORM = {"axis": -1, "epsilon": EPSILON}
+_NORM: dict[str, Any] = {"axis": -1, "epsilon": EPSILON}
 _OURS = {**_NORM, "scale_order": "after_cast", "epsilon_mode": "inside", "stash_type": 1}
 NORM_OPS = {
     OURS: OrtOp("RMSNorm", "rmsnorm_deploy", 1, ("y",), _OURS, custom=True),
@@ -322,7 +345,52 @@ def _bind(session: Any, element: int, item: Buffers) -> Any:
     return binding
 
 
-def contestants(case: Case) -> dict[str, Callable[[list[Buffers], torch.Tensor], list[Call]]]:
+def openvino_calls(case: Case, sets: list[Buffers], scale: torch.Tensor) -> list[Call]:
+    """OpenVINO's CPU plugin, which fuses RMSNormalization; float32 is not narrowed there to what the CPU has."""
+    ov: Any = load_module("openvino", "pip install openvino")
+    options: dict[str, Any] = {"INFERENCE_NUM_THREADS": case.threads, "PERFORMANCE_HINT": "LATENCY"}
+    if case.dtype == "float32":
+        options["INFERENCE_PRECISION_HINT"] = "f32"
+    core = ov.Core()
+    try:
+        model = core.compile_model(core.read_model(_openvino_model(case, scale)), "CPU", options)
+    except RuntimeError as error:
+        raise BackendUnavailable(f"openvino {ov.__version__}: {' '.join(str(error).split())[:200]}") from error
+    kind = {"float32": ov.Type.f32, "float16": ov.Type.f16, "bfloat16": ov.Type.bf16}[case.dtype]
+    return [_openvino_call(ov, model, kind, item, case.skip) for item in sets]
+
+
+def _openvino_model(case: Case, scale: torch.Tensor) -> bytes:
+    element, shape = _DTYPES[case.dtype][1], [case.rows, case.width]
+    norm = helper.make_node("RMSNormalization", ["total" if case.skip else "x", "scale"], ["y"], **_NORM)
+    add = [helper.make_node("Add", ["x", "skip"], ["total"])] if case.skip else []
+
+    def values(*names: str) -> list[onnx.ValueInfoProto]:
+        return [helper.make_tensor_value_info(name, element, shape) for name in names]
+
+    inputs, outputs = (("x", "skip"), ("y", "total")) if case.skip else (("x",), ("y",))
+    graph = helper.make_graph(
+        [*add, norm], "norm", values(*inputs), values(*outputs), [_initializer("scale", scale, element)]
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    return bytes(model.SerializeToString())
+
+
+def _openvino_call(ov: Any, model: Any, kind: Any, item: Buffers, skip: bool) -> Call:
+    request = model.create_infer_request()
+
+    def shared(tensor: torch.Tensor) -> Any:
+        bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+        return ov.Tensor(bits.numpy(), ov.Shape(list(tensor.shape)), kind)
+
+    for at, tensor in enumerate((item.x, item.skip) if skip else (item.x,)):
+        request.set_input_tensor(at, shared(tensor))
+    for at, tensor in enumerate((item.y, item.total) if skip else (item.y,)):
+        request.set_output_tensor(at, shared(tensor))
+    return lambda: request.infer()
+
+
+def contestants(case: Case, compiled: bool = False) -> dict[str, Callable[[list[Buffers], torch.Tensor], list[Call]]]:
     """Name -> what makes the calls, one for each set of buffers."""
     table: dict[str, Callable[[list[Buffers], torch.Tensor], list[Call]]] = {}
     for name, op in (SKIP_OPS if case.skip else NORM_OPS).items():
@@ -330,6 +398,10 @@ def contestants(case: Case) -> dict[str, Callable[[list[Buffers], torch.Tensor],
     table[BARE] = lambda sets, scale: bare_calls(case, sets, scale)
     table["torch rms_norm"] = lambda sets, scale: torch_calls(case, sets, scale)
     table["torch layer_norm"] = lambda sets, scale: layer_norm_calls(case, sets, scale)
+    if compiled:
+        table["torch.compile rms_norm"] = lambda sets, scale: compiled_calls(case, sets, scale)
+    if _version("openvino"):
+        table["openvino RMSNormalization"] = lambda sets, scale: openvino_calls(case, sets, scale)
     table[COPY] = lambda sets, scale: copy_calls(case, sets, scale)
     return table
 
@@ -337,14 +409,14 @@ def contestants(case: Case) -> dict[str, Callable[[list[Buffers], torch.Tensor],
 # ---- measuring
 
 
-def measure(case: Case, turns: int = 41) -> CaseResult:
-    """Run all contestants of one case in turns."""
+def measure(case: Case, turns: int = 41, compiled: bool = False) -> CaseResult:
+    """Run all contestants of one case in turns; with ``compiled`` torch.compile too, which takes it seconds."""
     result = CaseResult(case)
     torch.set_num_threads(case.threads)
     sets = make_buffers(case)
     scale = (1 + 0.1 * torch.randn(case.width)).to(_DTYPES[case.dtype][0])
     ready: dict[str, list[Call]] = {}
-    for name, make in contestants(case).items():
+    for name, make in contestants(case, compiled).items():
         try:
             ready[name] = make(sets, scale)
         except (BackendUnavailable, ImportError) as error:
@@ -435,8 +507,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     results = []
     for case in cases(arguments.dtype, arguments.threads, arguments.cache):
-        results.append(measure(case, arguments.turns))
+        results.append(measure(case, arguments.turns, arguments.compiled))
         _print_result(results[-1])
+    if arguments.plot:
+        from rmsnorm_deploy.benchmark.kernels_plot import plot
+
+        plot(to_json(results), Path(arguments.plot))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(to_json(results), indent=1) + "\n")
     verdicts = [verdict for result in results for verdict in result.verdicts]
@@ -464,6 +540,7 @@ def _machine() -> dict[str, Any]:
         "isa": library.rmsnorm_cpu_isa().decode() if library else None,
         "torch": torch.__version__,
         "onnxruntime": _version("onnxruntime"),
+        "openvino": _version("openvino"),
     }
 
 
@@ -503,6 +580,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], metavar="N")
     parser.add_argument("--cache", nargs="+", choices=["warm", "cold"], default=[], help="default: what a bar names")
     parser.add_argument("--turns", type=int, default=41, metavar="N", help="turns of each contestant (default 41)")
+    parser.add_argument("--compiled", action="store_true", help="also torch.compile's, for which it compiles seconds")
+    parser.add_argument("--plot", metavar="FILE", help="draw the cases on one thread (.svg or .png; needs matplotlib)")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     parser.add_argument("--check", action="store_true", help="end with status 1 where a bar is missed")
     return parser
