@@ -24,6 +24,7 @@ from rmsnorm_deploy.parity.bisect import statistics
 from rmsnorm_deploy.parity.model_faults import MODEL_FAULTS
 from rmsnorm_deploy.parity.norm_faults import NORM_FAULTS
 from rmsnorm_deploy.parity.patient import Patient
+from rmsnorm_deploy.report import write_html
 
 LAYER = "model.model.layers"
 PLAIN = ["onnxruntime"]
@@ -116,6 +117,19 @@ def test_findings_survive_json(faulty: Any) -> None:
     restored = ParityReport.from_json(json.loads(text))
     assert restored.findings == report.findings
     assert restored.sites == report.sites
+
+
+def test_the_report_names_the_norm_and_draws_the_errors_by_depth(faulty: Any, tmp_path: Path) -> None:
+    made = faulty(NORM_FAULTS["epsilon x10"])
+    report = judged(made)
+    write_html(made, report, None, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert f"{LAYER}.0.post_attention_layernorm (modeling_llama.py:67) is wrong" in text
+    assert "Its input: rows" in text
+    alt = re.search(r'aria-label="(Mean error at each norm by depth[^"]*)"', text)
+    assert alt is not None
+    assert f"ULP at {LAYER}.0.input_layernorm" in alt[1]
+    assert 'id="depth-wide-' in text
 
 
 # --- what is saved

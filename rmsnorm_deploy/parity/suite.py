@@ -328,7 +328,7 @@ def main(seed: int = 0) -> int:
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("backend", "rows", "scale", "verdict"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=True)
     for column in ("cases", "max ULP", "mean ULP", "of limit"):
         table.add_column(column, justify="right")
     failed, notes = list[SuiteResult](), dict[tuple[str, str], list[str]]()
