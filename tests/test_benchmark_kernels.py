@@ -68,7 +68,6 @@ def test_the_command_writes_its_figures(tmp_path: Path, monkeypatch: pytest.Monk
     bar = kernels.Bar(4, 64, "float32", False, kernels.BARE, (kernels.COPY,), 1e9, cold=False, threads=(1,))
     monkeypatch.setattr(kernels, "BARS", (bar,))
     path = tmp_path / "figures.json"
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: report)")
     picture = tmp_path / "figures.svg"
     options = ["--dtype", "float32", "--threads", "1", "--turns", "2", "--json", str(path), "--plot", str(picture)]
     assert kernels.main(options) == 0
