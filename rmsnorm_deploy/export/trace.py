@@ -24,6 +24,7 @@ from rmsnorm_deploy.export.naming import (
     vocabularies,
 )
 from rmsnorm_deploy.export.quiet import reason, silence
+from rmsnorm_deploy.export.straighten import straighten
 from rmsnorm_deploy.export.traced import Traced
 from rmsnorm_deploy.export.weights import merge_tied
 from rmsnorm_deploy.load import Source
@@ -170,6 +171,7 @@ def _from_program(program: torch.export.ExportedProgram, source: Source, opset: 
     name_outputs(model, program)
     symbols = name_dims(traced, source)
     record_ranges(traced, program, symbols, source)
+    straighten(model)
     traced.high = {**vocabularies(model), **source.high}
     return traced
 

@@ -1,0 +1,94 @@
+"""Takes out the detours of data: a Reshape to the shape that is there, and a Transpose between two Reshapes.
+
+PyTorch's exporter writes both around attention. They compute nothing, and at one token they cost a model more than its
+norms do: ONNX Runtime merges a Transpose into the MatMul behind it, but not through a Reshape. Values stay what they
+are, bit for bit, since elements are only moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from rmsnorm_deploy.fusion.imports import infer_shapes
+from rmsnorm_deploy.fusion.meaning import Shape
+from rmsnorm_deploy.fusion.values import shape_of
+
+Shapes = Mapping[ir.Value, Shape]
+
+
+def straighten(model: ir.Model) -> None:
+    """Remove detours from the main graph, in place.
+
+    Only for graphs whose dimension names can be relied on: two dimensions of one name have one size. That holds for
+    this package's own traces; what a file from elsewhere claims about its inner values may be wrong.
+    """
+    shapes = _inferred(model)
+    for node in list(model.graph):
+        if (node.domain, node.op_type) != ("", "Reshape") or node.outputs[0].is_graph_output():
+            continue
+        if not _skip_reshape(node, shapes):
+            _swap_last_axes(node, shapes)
+    RemoveUnusedNodesPass()(model)
+
+
+def _skip_reshape(node: ir.Node, shapes: Shapes) -> bool:
+    """Let users of a Reshape to the shape that its input has take the input."""
+    source = node.inputs[0]
+    shape = _known(source, shapes)
+    if source is None or shape is None or shape != _known(node.outputs[0], shapes):
+        return False
+    ir.convenience.replace_all_uses_with(node.outputs[0], source)
+    return True
+
+
+def _swap_last_axes(last: ir.Node, shapes: Shapes) -> bool:
+    """One Transpose in place of Reshape (leading axes into one), Transpose, Reshape (leading axes apart again)."""
+    transpose = _producer(last, "Transpose")
+    first = _producer(transpose, "Reshape")
+    if transpose is None or first is None or list(transpose.attributes["perm"].as_ints()) != [0, 2, 1]:
+        return False
+    source, merged = first.inputs[0], first.outputs[0]
+    before, between, after = (_known(value, shapes) for value in (source, merged, last.outputs[0]))
+    if source is None or before is None or between is None or after is None or len(before) < 3:
+        return False
+    if between[1:] != before[-2:] or after != (*before[:-2], before[-1], before[-2]):
+        return False
+    axes = list(range(len(before)))
+    swap = ir.node("Transpose", [source], attributes={"perm": [*axes[:-2], axes[-1], axes[-2]]}, name=transpose.name)
+    swap.outputs[0].name, last.outputs[0].name = last.outputs[0].name, None
+    swap.outputs[0].type, swap.outputs[0].shape = last.outputs[0].type, last.outputs[0].shape
+    swap.metadata_props.update(transpose.metadata_props)
+    assert last.graph is not None
+    last.graph.insert_before(last, swap)
+    transpose.name = None
+    ir.convenience.replace_all_uses_with(last.outputs[0], swap.outputs[0])
+    return True
+
+
+def _producer(node: ir.Node | None, op_type: str) -> ir.Node | None:
+    """The node before ``node``, where it is an ONNX ``op_type``."""
+    value = node.inputs[0] if node is not None else None
+    found = value.producer() if value is not None else None
+    return found if found is not None and (found.domain, found.op_type) == ("", op_type) else None
+
+
+def _known(value: ir.Value | None, shapes: Shapes) -> Shape | None:
+    """A value's shape, where every dimension of it is a number or has a name."""
+    shape = shapes.get(value) if value is not None else None
+    return shape if shape is not None and None not in shape else None
+
+
+def _inferred(model: ir.Model) -> dict[ir.Value, Shape]:
+    """Shapes of the main graph's values by ONNX's own inference, which also follows shapes that are computed.
+
+    Of a copy: the names that inference invents are no business of the model's.
+    """
+    copy = model.clone()
+    infer_shapes(copy)
+    pairs = [*zip(model.graph.inputs, copy.graph.inputs, strict=True)]
+    for node, copied in zip(model.graph, copy.graph, strict=True):
+        pairs += zip(node.outputs, copied.outputs, strict=True)
+    return {value: shape for value, copied in pairs if (shape := shape_of(copied)) is not None}
