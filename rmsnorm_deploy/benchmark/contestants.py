@@ -24,7 +24,8 @@ def onnxruntime_call(
 ) -> Call:
     """Runs serialized ``model``, whose external data are in ``folder``, on ``feeds``.
 
-    Threads do not spin between runs, where they would take time from whoever is measured next.
+    Threads spin while a run lasts, as they do for a user, but not after it: they would take time from whoever is
+    measured next.
 
     Raises:
         BackendUnavailable: onnxruntime is not installed, or has no kernel for the model.
@@ -34,7 +35,7 @@ def onnxruntime_call(
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 4
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry(_FOLDER, str(folder))
     if library is not None:
         options.register_custom_ops_library(str(library))

@@ -1,8 +1,8 @@
-"""The LayerNorm twin: the same model with LayerNorm where each RMSNorm is, for timing only.
+"""Twins of a model, for timing only: with LayerNorm where each RMSNorm is, and with no norm at all.
 
-Both norms read and write the same bytes, so what the twin shows is what the choice of norm costs, apart from what
-fusing
-it brings. The twin's outputs are meaningless.
+Both norms read and write the same bytes, so what the LayerNorm twin shows is what the choice of norm costs, apart from
+what fusing it brings. The twin without norms shows what there is to gain from any norm. The twins' outputs are
+meaningless.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ def onnx_twin(model: Path, norms: Sequence[Mapping[str, Any]]) -> tuple[bytes, i
     """The twin of the ONNX file ``model``, serialized, and how many norms were exchanged.
 
     Weights that are in other files stay there; the twin refers to them. ``norms`` are the manifest's records, which
-    know
-    each row's width.
+    know each row's width.
 
     Raises:
         InputError: the file has no fused norm, or none whose row has a fixed size.
@@ -48,6 +47,31 @@ def onnx_twin(model: Path, norms: Sequence[Mapping[str, Any]]) -> tuple[bytes, i
             del twin.functions[key]
         twin.opset_imports.pop(DOMAIN, None)
     return ir.to_proto(twin).SerializeToString(), exchanged
+
+
+def without_norms(model: Path) -> bytes:
+    """The ONNX file ``model``, serialized, with its fused norms left out; only their residual adds are kept.
+
+    Raises:
+        InputError: the file has no fused norm.
+    """
+    twin = ir.from_proto(read_model(model))
+    nodes = [node for node in ir.traversal.RecursiveGraphIterator(twin.graph) if is_fused_op(node)]
+    if not nodes:
+        raise InputError(f"{model.name} has no fused norm to leave out")
+    for node in nodes:
+        total, new = node.inputs[0], []
+        assert total is not None
+        assert node.graph is not None
+        if VARIANT_BY_NAME[node.op_type].skip:
+            new = [ir.node("Add", [total, node.inputs[1]])]
+            total = new[0].outputs[0]
+        results = [total] * len(node.outputs)
+        ir.convenience.replace_nodes_and_values(node.graph, node, [node], new, list(node.outputs), results)
+    for key in [key for key in twin.functions if key[0] == DOMAIN]:
+        del twin.functions[key]
+    twin.opset_imports.pop(DOMAIN, None)
+    return bytes(ir.to_proto(twin).SerializeToString())
 
 
 def _exchange(node: ir.Node, record: Mapping[str, Any] | None) -> bool:
