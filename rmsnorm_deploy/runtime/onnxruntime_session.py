@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import types
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.utils.dlpack
 
 from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
 from rmsnorm_deploy.runtime.optional import load_module, native_library, one_line
+from rmsnorm_deploy.runtime.ort_plugins import create_session, error_types
 from rmsnorm_deploy.runtime.ort_providers import Provider, provider_names, resolve_providers
 from rmsnorm_deploy.runtime.session import BundleLike, Session
 from rmsnorm_deploy.runtime.tensors import DTYPES, NAME_OF_ONNX, Array, Buffer, buffer_of, torch_dtype
@@ -38,14 +38,15 @@ class OnnxRuntimeSession(Session):
     """The bundle's model.onnx in an `onnxruntime.InferenceSession`, opened by path (external data may pass 2 GiB).
 
     Options:
-        providers: execution providers, by name or (name, options), in order; the CPU's alone when None.
+        providers: execution providers, by name or (name, options), in order; the CPU's alone when None. Those that come
+            in a package of their own, such as TensorRT-RTX's, are registered with ONNX Runtime.
         session_options: an `onnxruntime.SessionOptions` to start from.
         optimization: "all", "extended", "basic" or "disabled"; None is "all", or what ``session_options`` say.
         threads: threads within an op.
         custom_ops: "auto" registers our compiled ops where they are built and load; True insists; False does without.
             With ``session_options`` given, "auto" leaves them as they are: `rmsnorm_deploy.register` adds the ops. A
             session on a GPU needs our CUDA kernels too: each norm would be copied to the CPU and back without.
-        engine_cache: folder in which the TensorRT provider keeps its engines.
+        engine_cache: folder in which the TensorRT and TensorRT-RTX providers keep what they build.
 
     ``custom_ops`` afterwards is the library in use or None, and ``custom_ops_reason`` says why.
 
@@ -69,7 +70,7 @@ class OnnxRuntimeSession(Session):
         super().__init__(bundle)
         cache = None if engine_cache is None else Path(engine_cache)
         self._ort = load_module("onnxruntime", INSTALL)
-        self._errors = _error_types(self._ort)
+        self._errors = error_types(self._ort)
         self._providers = resolve_providers(self._ort.get_available_providers(), providers, bundle.manifest, cache)
         self._user_options = session_options
         self._settings = (optimization, threads)
@@ -103,7 +104,7 @@ class OnnxRuntimeSession(Session):
         if library is not None and options not in _WITH_OPS:
             options.register_custom_ops_library(str(library))
             _WITH_OPS.add(options)
-        return self._ort.InferenceSession(str(model), options, providers=self._providers)
+        return create_session(self._ort, model, options, self._providers)
 
     def _options(self) -> Any:
         ort, (optimization, threads) = self._ort, self._settings
@@ -171,13 +172,6 @@ class OnnxRuntimeSession(Session):
     @property
     def _runs_on_cuda(self) -> bool:
         return any(name.startswith(_ON_CUDA) for name in self.providers)
-
-
-def _error_types(ort: types.ModuleType) -> tuple[type[Exception], ...]:
-    """Every exception class that ONNX Runtime raises; its own have no common base."""
-    state = ort.capi.onnxruntime_pybind11_state
-    own = [item for item in vars(state).values() if isinstance(item, type) and issubclass(item, Exception)]
-    return (*own, RuntimeError, ValueError, TypeError)
 
 
 def _choose_library(

@@ -9,10 +9,10 @@ from typing import Any
 
 from rmsnorm_deploy.errors import BackendUnavailable
 from rmsnorm_deploy.runtime.optional import native_library
+from rmsnorm_deploy.runtime.ort_plugins import CPU, PLUGINS, TENSORRT_RTX
 
 Provider = tuple[str, Mapping[str, Any]]
 
-CPU = "CPUExecutionProvider"
 TENSORRT = "TensorrtExecutionProvider"
 
 
@@ -28,7 +28,8 @@ def resolve_providers(
 ) -> list[tuple[str, dict[str, Any]]]:
     """(name, options) for each provider asked for, the CPU's alone when ``asked`` is None.
 
-    TensorRT gets our plugin library and an engine cache, unless the caller's options say otherwise.
+    TensorRT gets our plugin library and an engine cache, TensorRT-RTX a cache, unless the caller's options say
+    otherwise. A provider that is not in this onnxruntime may be one of a package of its own.
 
     Raises:
         BackendUnavailable: a provider that this onnxruntime does not have; names those it has.
@@ -36,13 +37,20 @@ def resolve_providers(
     resolved = []
     for item in asked if asked is not None else [CPU]:
         name, options = (item, {}) if isinstance(item, str) else (item[0], dict(item[1]))
-        if name not in present:
+        if name not in present and name not in PLUGINS:
             raise BackendUnavailable(
                 f"this onnxruntime has no {name}; it has {', '.join(present)}: onnxruntime-gpu has CUDA and TensorRT"
             )
-        defaults = tensorrt_options(engine_cache or default_engine_cache(manifest)) if name == TENSORRT else {}
-        resolved.append((name, {**defaults, **options}))
+        resolved.append((name, {**_defaults(name, manifest, engine_cache), **options}))
     return resolved
+
+
+def _defaults(name: str, manifest: Mapping[str, Any], engine_cache: Path | None) -> dict[str, Any]:
+    if name == TENSORRT:
+        return tensorrt_options(engine_cache or default_engine_cache(manifest))
+    if name == TENSORRT_RTX:
+        return tensorrt_rtx_options(engine_cache or default_engine_cache(manifest))
+    return {}
 
 
 def tensorrt_options(engine_cache: Path) -> dict[str, Any]:
@@ -56,6 +64,12 @@ def tensorrt_options(engine_cache: Path) -> dict[str, Any]:
     }
     plugin = native_library("tensorrt-ort")
     return {**options, "trt_extra_plugin_lib_paths": str(plugin)} if plugin else options
+
+
+def tensorrt_rtx_options(engine_cache: Path) -> dict[str, Any]:
+    """Options of the TensorRT-RTX provider: what it compiles is kept. It has no option for a plugin library."""
+    engine_cache.mkdir(parents=True, exist_ok=True)
+    return {"nv_runtime_cache_path": str(engine_cache)}
 
 
 def default_engine_cache(manifest: Mapping[str, Any]) -> Path:

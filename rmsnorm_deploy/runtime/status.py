@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import platform
+import types
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,12 +15,13 @@ import torch
 from rmsnorm_deploy.errors import BackendUnavailable
 from rmsnorm_deploy.runtime.cuda import no_gpu_cure, no_gpu_reason
 from rmsnorm_deploy.runtime.optional import load_module
+from rmsnorm_deploy.runtime.ort_plugins import PLUGINS, install, plugin_devices
 from rmsnorm_deploy.runtime.tensorrt_session import MODULES
 
 PROVIDER_INSTALL = {
     "CUDAExecutionProvider": "pip install onnxruntime-gpu",
     "TensorrtExecutionProvider": "pip install onnxruntime-gpu tensorrt",
-    "NvTensorRTRTXExecutionProvider": "an onnxruntime built with TensorRT-RTX",
+    "NvTensorRTRTXExecutionProvider": "pip install onnxruntime-ep-nv-tensorrt-rtx",
     "OpenVINOExecutionProvider": "pip install onnxruntime-openvino",
     "DmlExecutionProvider": "pip install onnxruntime-directml (Windows)",
     "QNNExecutionProvider": "pip install onnxruntime-qnn",
@@ -97,8 +100,23 @@ def _onnxruntime() -> Iterator[BackendStatus]:
         return
     present = ort.get_available_providers()
     yield BackendStatus("onnxruntime", True, ort.__version__, f"{len(present)} execution providers in this build")
-    for name in sorted({*ort.get_all_providers(), *present}, key=lambda name: (name not in present, name)):
-        yield _provider(name, name in present, ort.__version__)
+    known = {*ort.get_all_providers(), *present, *PLUGINS}
+    for name in sorted(known, key=lambda name: (name not in present, name)):
+        if name in PLUGINS and name not in present:
+            yield _plugin_provider(ort, name)
+        else:
+            yield _provider(name, name in present, ort.__version__)
+
+
+def _plugin_provider(ort: types.ModuleType, name: str) -> BackendStatus:
+    """A provider of a package of its own; only registering it tells whether it works."""
+    label, get = f"onnxruntime {name}", install(name)
+    try:
+        devices = plugin_devices(ort, name)
+    except BackendUnavailable as error:
+        return BackendStatus(label, False, None, str(error).removesuffix(f": {get}"), get)
+    version = getattr(importlib.import_module(PLUGINS[name]), "__version__", None)
+    return BackendStatus(label, True, version, f"a package of its own, registered; devices: {len(devices)}")
 
 
 def _provider(name: str, present: bool, version: str) -> BackendStatus:
