@@ -9,6 +9,10 @@ EXIT_OK = 0
 EXIT_PARITY = 1
 EXIT_INPUT = 2
 EXIT_BACKEND = 3
+EXIT_FAULT = 70  # as sysexits.h has it: an error in the program itself
+EXIT_INTERRUPTED = 130  # as a shell gives it: 128 and the number of the signal
+EXIT_PIPE = 141
+EXIT_TERMINATED = 143
 
 
 class DeployError(Exception):

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import rmsnorm_deploy
-from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
+from rmsnorm_deploy.cli import Parser, run_command
+from rmsnorm_deploy.errors import EXIT_BACKEND, EXIT_OK, BackendUnavailable, InputError
 
 SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 STAMP = "build.json"
@@ -231,16 +232,16 @@ def _age(stamp: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``python -m rmsnorm_deploy.native``; returns the exit status."""
+    return run_command(argv, _command)
+
+
+def _command(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
-    try:
-        if arguments.command == "build":
-            _build_command(arguments)
-        else:
-            _print_status()
-    except DeployError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    if arguments.command == "build":
+        _build_command(arguments)
+    else:
+        _print_status()
+    return EXIT_OK
 
 
 def _build_command(arguments: argparse.Namespace) -> None:
@@ -255,11 +256,13 @@ def _print_status() -> None:
         print(f"{item.kind:13} {item.path or '-'}\n{'':13} {item.detail}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m rmsnorm_deploy.native", description="Build the compiled kernels, or say which are built."
+def _parser() -> Parser:
+    parser = Parser(
+        "python -m rmsnorm_deploy.native",
+        "Build the compiled kernels, or say which are built.",
+        statuses={EXIT_BACKEND: "what the build needs is not there"},
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     command = commands.add_parser("build", help="build libraries into the user's cache")
     command.add_argument("--cpu", action="store_true", help="CPU kernels and ONNX Runtime custom ops (the default)")
     command.add_argument("--cuda", action="store_true", help="CUDA kernels (needs nvcc)")

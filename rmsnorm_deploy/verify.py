@@ -1,7 +1,4 @@
-"""`python -m rmsnorm_deploy.verify BUNDLE`: every file is the one that was exported, and the model is still right.
-
-Exit status: 0 as exported, 1 a file is altered, missing or extra, or parity fails, 2 not a bundle.
-"""
+"""Check that every file of a bundle is the one that was exported, and that the model is still right."""
 
 from __future__ import annotations
 
@@ -15,7 +12,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rmsnorm_deploy.bundle import MANIFEST, UNHASHED
-from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, DeployError, InputError
+from rmsnorm_deploy.cli import Parser, run_command
+from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, InputError
 
 ENGINES = "engines"  # built after the export, each engine with a description of its own that has its hash
 
@@ -125,21 +123,20 @@ def _engine_problems(path: Path) -> Iterator[FileProblem]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rmsnorm_deploy.verify",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    return run_command(argv, lambda arguments: _run(_parser().parse_args(arguments)))
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "python -m rmsnorm_deploy.verify",
+        __doc__,
+        statuses={EXIT_OK: "as exported", EXIT_PARITY: "a file is altered, missing or extra, or parity failed"},
     )
-    parser.add_argument("bundle", type=Path, help="the folder that the export left")
+    parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="the folder that the export left")
     parser.add_argument("--files-only", action="store_true", help="check the hashes and run nothing")
     parser.add_argument("--seed", type=int, default=0, help="seed of the inputs that parity makes up (0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(argv)
-    try:
-        return _run(options)
-    except DeployError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return parser
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -47,7 +47,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(pipeline, "run", recorder)
     monkeypatch.setattr(cli, "_print_summary", lambda bundle, result: print("SUMMARY"))
-    monkeypatch.setattr(cli, "_quiet", lambda debug: None)
+    monkeypatch.setattr("rmsnorm_deploy.cli.quiet", lambda debug: None)
     monkeypatch.chdir(tmp_path)
     torch.save(nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 2)), tmp_path / "model.pt")
     return recorder

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rmsnorm_deploy.errors import EXIT_OK, DeployError
+from rmsnorm_deploy.cli import Parser, positive, run_command
+from rmsnorm_deploy.errors import EXIT_OK
 
 _SUBCOMMANDS = ("fusion", "kernels", "overhead", "tokens")
 
@@ -24,33 +25,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in _SUBCOMMANDS:
         command = importlib.import_module(f"rmsnorm_deploy.benchmark.{arguments[0]}")
         return int(command.main(arguments[1:]))
-    options = _parser().parse_args(arguments)
-    try:
-        return _run(options)
-    except DeployError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return run_command(arguments, lambda rest: _run(_parser().parse_args(rest)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m rmsnorm_deploy.benchmark",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser() -> Parser:
+    parser = Parser("python -m rmsnorm_deploy.benchmark", __doc__)
     parser.add_argument(
         "bundle", type=Path, metavar="BUNDLE", help="the folder that the export left, or one of those words"
     )
-    parser.add_argument("--threads", type=_positive, metavar="N", help="for PyTorch and ONNX Runtime alike")
+    parser.add_argument("--threads", type=positive, metavar="N", help="for PyTorch and ONNX Runtime alike")
     parser.add_argument("--seconds", type=float, default=None, help="about how long to measure (10)")
     parser.add_argument("--json", action="store_true", help="print all timings as JSON")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import time
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
+from rmsnorm_deploy.cli import Parser, positive, run_command
 from rmsnorm_deploy.fusion import fuse
 
 WIDTH = 64
@@ -19,10 +19,17 @@ _ROWS = ("batch", "seq", WIDTH)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns its exit status."""
+    return run_command(argv, _run)
+
+
+def _run(argv: list[str]) -> int:
     """Time the fusion of synthetic graphs and print a table; 0."""
-    parser = argparse.ArgumentParser(prog="python -m rmsnorm_deploy.benchmark fusion", description=__doc__)
-    parser.add_argument("--norms", type=int, nargs="+", default=[1000, 10000], metavar="N", help="sizes (1000 10000)")
-    parser.add_argument("--repeat", type=int, default=3, help="runs of each size, of which the best counts (3)")
+    parser = Parser("python -m rmsnorm_deploy.benchmark fusion", __doc__)
+    parser.add_argument(
+        "--norms", type=positive, nargs="+", default=[1000, 10000], metavar="N", help="sizes (1000 10000)"
+    )
+    parser.add_argument("--repeat", type=positive, default=3, help="runs of each size, of which the best counts (3)")
     parser.add_argument("--json", action="store_true", help="print the timings as JSON")
     options = parser.parse_args(argv)
     rows = [measure(norms, options.repeat) for norms in options.norms]

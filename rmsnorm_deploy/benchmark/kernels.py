@@ -8,7 +8,6 @@ is still in one. A bar is judged on the one that it names.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import importlib.metadata
 import json
@@ -29,6 +28,7 @@ import torch.nn.functional as F
 from onnx import TensorProto, helper
 
 from rmsnorm_deploy import ckernel, native
+from rmsnorm_deploy.cli import Parser, positive, run_command
 from rmsnorm_deploy.errors import BackendUnavailable
 from rmsnorm_deploy.runtime.optional import load_module
 
@@ -503,6 +503,11 @@ def cases(dtypes: Sequence[str], threads: Sequence[int], caches: Sequence[str] =
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns its exit status."""
+    return run_command(argv, _run)
+
+
+def _run(argv: list[str]) -> int:
     """Measure, print a table for each case with its bars, and return 0; with ``--check``, 1 where a bar is missed."""
     arguments = _parser().parse_args(argv)
     results = []
@@ -572,14 +577,16 @@ def _print_result(result: CaseResult) -> None:
         console.print(f"  {verdict.what}: {ratio}, bar {verdict.bar:.2f}x: {word}", markup=False)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m rmsnorm_deploy.benchmark kernels", description="The CPU kernels against their peers."
+def _parser() -> Parser:
+    parser = Parser(
+        "python -m rmsnorm_deploy.benchmark kernels",
+        "The CPU kernels against their peers.",
+        statuses={1: "a bar was missed (with --check)"},
     )
     parser.add_argument("--dtype", nargs="+", choices=list(_DTYPES), default=list(_DTYPES))
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], metavar="N")
+    parser.add_argument("--threads", nargs="+", type=positive, default=[1, 2], metavar="N")
     parser.add_argument("--cache", nargs="+", choices=["warm", "cold"], default=[], help="default: what a bar names")
-    parser.add_argument("--turns", type=int, default=41, metavar="N", help="turns of each contestant (default 41)")
+    parser.add_argument("--turns", type=positive, default=41, metavar="N", help="turns of each contestant (41)")
     parser.add_argument("--compiled", action="store_true", help="also torch.compile's, for which it compiles seconds")
     parser.add_argument("--plot", metavar="FILE", help="draw the cases on one thread (.svg or .png; needs matplotlib)")
     parser.add_argument("--json", metavar="FILE", help="write all figures there")

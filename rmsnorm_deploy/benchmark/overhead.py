@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rmsnorm_deploy.errors import EXIT_OK, DeployError, InputError
+from rmsnorm_deploy.cli import Parser, positive, run_command
+from rmsnorm_deploy.errors import EXIT_OK, InputError
 
 TIME_BAR, MEMORY_BAR = 0.15, 1.25
 _OURS = ("load", "weights", "fuse", "write", "check")
@@ -28,24 +29,23 @@ _OURS = ("load", "weights", "fuse", "write", "check")
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark; returns its exit status."""
-    options = _parser().parse_args(argv)
-    try:
-        if options.child:
-            print(json.dumps(_CHILDREN[options.child](options.model, options.recipe)))
-            return EXIT_OK
-        return _compare(options)
-    except DeployError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return run_command(argv, lambda arguments: _run(_parser().parse_args(arguments)))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m rmsnorm_deploy.benchmark overhead", description=__doc__)
+def _run(options: argparse.Namespace) -> int:
+    if options.child:
+        print(json.dumps(_CHILDREN[options.child](options.model, options.recipe)))
+        return EXIT_OK
+    return _compare(options)
+
+
+def _parser() -> Parser:
+    parser = Parser("python -m rmsnorm_deploy.benchmark overhead", __doc__)
     parser.add_argument(
         "model", type=Path, metavar="MODEL", help="anything that the export takes and PyTorch can trace"
     )
     parser.add_argument("--recipe", type=Path, metavar="FILE.py")
-    parser.add_argument("--runs", type=int, default=3, help="of each, in turn (3)")
+    parser.add_argument("--runs", type=positive, default=3, help="of each, in turn (3)")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--child", choices=sorted(_CHILDREN), help=argparse.SUPPRESS)
     return parser

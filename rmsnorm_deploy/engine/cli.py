@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rmsnorm_deploy.cli import BACKEND_ABSENT, Parser, run_command
 from rmsnorm_deploy.engine.build import VARIANTS, EngineOptions, build_engines
 from rmsnorm_deploy.engine.request import MODULES
-from rmsnorm_deploy.errors import EXIT_OK, DeployError
+from rmsnorm_deploy.errors import EXIT_OK, InputError
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """All options, with what they default to."""
-    made = argparse.ArgumentParser(
-        prog="python -m rmsnorm_deploy.engine",
-        description="Build TensorRT engines of a bundle, with and without the plugin.",
+    made = Parser(
+        "python -m rmsnorm_deploy.engine",
+        "Build TensorRT engines of a bundle, with and without the plugin.",
+        statuses=BACKEND_ABSENT,
     )
-    made.add_argument("bundle", type=Path, help="folder that python -m rmsnorm_deploy.export wrote")
+    made.add_argument("bundle", metavar="BUNDLE", type=Path, help="the folder that the export left")
     made.add_argument("--runtime", choices=list(MODULES), default="tensorrt", help="default: tensorrt")
     made.add_argument("--sm", default="", metavar="80,89", help="compute capabilities to build for (tensorrt-rtx only)")
     made.add_argument(
@@ -38,23 +39,23 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Build; 0 all right, 2 bad input or usage, 3 a backend is not on this machine."""
+    """Run the command; returns its exit status."""
+    return run_command(argv, _build)
+
+
+def _build(argv: list[str]) -> int:
     arguments = parser().parse_args(argv)
-    try:
-        options = EngineOptions(
-            runtime=arguments.runtime,
-            sms=_numbers(arguments.sm),
-            profiles=tuple(arguments.profile),
-            plugin=arguments.plugin,
-            plugin_library=arguments.plugin_library,
-            timing_cache=arguments.timing_cache,
-            verbose=arguments.verbose,
-        )
-        for record in build_engines(arguments.bundle, options, lambda text: print(text, file=sys.stderr, flush=True)):
-            print(record.path)
-    except DeployError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    options = EngineOptions(
+        runtime=arguments.runtime,
+        sms=_numbers(arguments.sm),
+        profiles=tuple(arguments.profile),
+        plugin=arguments.plugin,
+        plugin_library=arguments.plugin_library,
+        timing_cache=arguments.timing_cache,
+        verbose=arguments.verbose,
+    )
+    for record in build_engines(arguments.bundle, options, lambda text: print(text, file=sys.stderr, flush=True)):
+        print(record.path)
     return EXIT_OK
 
 
@@ -62,4 +63,4 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(item) for item in text.split(",") if item.strip())
     except ValueError:
-        raise DeployError(f"--sm {text!r}: numbers such as 80,89 are wanted") from None
+        raise InputError(f"--sm {text!r}: numbers such as 80,89 are wanted") from None

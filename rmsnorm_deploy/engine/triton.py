@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rmsnorm_deploy.bundle import Bundle, open_bundle
-from rmsnorm_deploy.errors import EXIT_OK, DeployError, InputError
+from rmsnorm_deploy.cli import Parser, run_command
+from rmsnorm_deploy.errors import EXIT_OK, InputError
 from rmsnorm_deploy.runtime.engines import EngineRecord, read_engines
 
 TYPES = {
@@ -94,21 +94,20 @@ def _server_options(repository: Path, record: EngineRecord | None) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m rmsnorm_deploy.engine.triton", description="Write a Triton model repository folder."
-    )
-    parser.add_argument("bundle", type=Path)
-    parser.add_argument("repository", type=Path, help="the folder that the server is given")
+    """Run the command; returns its exit status."""
+    return run_command(argv, _write)
+
+
+def _write(argv: list[str]) -> int:
+    parser = Parser("python -m rmsnorm_deploy.engine.triton", "Write a Triton model repository folder.")
+    parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="the folder that the export left")
+    parser.add_argument("repository", metavar="REPOSITORY", type=Path, help="the folder that the server is given")
     parser.add_argument("--engine", metavar="NAME", help="an engine of the bundle; default: the ONNX model")
     parser.add_argument("--name", help="the model's name; default: the bundle's")
     arguments = parser.parse_args(argv)
-    try:
-        bundle = open_bundle(arguments.bundle)
-        name = arguments.name or bundle.path.resolve().name.removesuffix(".bundle")
-        print("tritonserver " + " ".join(write_repository(bundle, arguments.repository, name, arguments.engine)))
-    except DeployError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    bundle = open_bundle(arguments.bundle)
+    name = arguments.name or bundle.path.resolve().name.removesuffix(".bundle")
+    print("tritonserver " + " ".join(write_repository(bundle, arguments.repository, name, arguments.engine)))
     return EXIT_OK
 
 

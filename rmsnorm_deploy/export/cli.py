@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
-import re
-import sys
-import traceback
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from rmsnorm_deploy import __version__
-from rmsnorm_deploy.errors import EXIT_INPUT, EXIT_OK, EXIT_PARITY, BackendUnavailable, DeployError, InputError
+from rmsnorm_deploy.cli import BACKEND_ABSENT, PARITY_FAILED, Parser, one_line, run_command
+from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, BackendUnavailable, InputError
 from rmsnorm_deploy.export.progress import Progress
 
-EXIT_FAULT = 70
-EXIT_INTERRUPTED = 130
-EXIT_PIPE = 141
 TARGETS = ("onnxruntime", "pytorch", "tensorrt", "tensorrt-rtx")
 PRECISIONS = ("keep", "fp32", "fp16", "bf16")
 
@@ -30,45 +22,16 @@ evidence that it computes what the model computed.
 
 MODEL is a file from torch.save (a whole module, or a state dict with --recipe), a TorchScript archive, a .pt2, a
 safetensors, GGUF or ONNX file, a Hugging Face directory, or a recipe (.py)."""
-_EPILOG = """\
-exit status: 0 all right, 1 parity failed, 2 bad input or usage, 3 a backend asked for by name is not there,
-70 a fault of this program (--debug shows where)
-
-examples:
-  python -m rmsnorm_deploy.export export/transformer_block.py
-  python -m rmsnorm_deploy.export block.pt --import modeling.py --input 'x=float32[batch,seq,512]' --dim seq=1:2048
-  python -m rmsnorm_deploy.export weights.safetensors --recipe export/llama_tiny.py --precision fp16"""
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """argparse with one line for an error, and no usage text in front of it."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; see {self.prog} --help")
+_EXAMPLES = (
+    "python -m rmsnorm_deploy.export export/transformer_block.py",
+    "python -m rmsnorm_deploy.export block.pt --import modeling.py --input 'x=float32[batch,seq,512]' --dim seq=1:2048",
+    "python -m rmsnorm_deploy.export weights.safetensors --recipe export/llama_tiny.py --precision fp16",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status and prints errors as ``error: ...`` on stderr."""
     return run_command(argv, lambda arguments: _export(parse(arguments)))
-
-
-def run_command(argv: Sequence[str] | None, command: Callable[[list[str]], int]) -> int:
-    """The exit status of ``command``; whatever goes wrong in it becomes one line on stderr and a status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments
-    try:
-        _quiet(debug)
-        return command(arguments)
-    except DeployError as error:
-        return _fail(str(error), error.exit_code, debug)
-    except BrokenPipeError:  # whoever read the output has had enough; what is left must not be flushed into the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_PIPE
-    except KeyboardInterrupt:
-        return _fail("interrupted; nothing half-written was left behind", EXIT_INTERRUPTED, debug)
-    except Exception as error:  # the last resort: a fault here must still be one line and a status
-        hint = "" if debug else "; run again with --debug for the traceback"
-        return _fail(f"internal fault, {type(error).__name__}: {_one_line(str(error))[:300]}{hint}", EXIT_FAULT, debug)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -81,12 +44,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def parser() -> argparse.ArgumentParser:
     """The options of the command."""
-    made = OneLineParser(
-        prog="python -m rmsnorm_deploy.export",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    made = Parser(
+        "python -m rmsnorm_deploy.export",
+        _DESCRIPTION,
+        statuses={**PARITY_FAILED, **BACKEND_ABSENT},
+        examples=_EXAMPLES,
     )
     made.add_argument("model", metavar="MODEL", type=Path, help="what to export")
     add_source_options(made)
@@ -99,8 +61,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--no-check", action="store_true", help="leave out the parity check")
     result.add_argument("--no-benchmark", action="store_true", help="leave out the timing")
     made.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else, on stdout")
-    made.add_argument("--debug", action="store_true", help="show warnings, and the traceback of an error")
-    made.add_argument("--version", action="version", version=f"rmsnorm_deploy {__version__}")
     return made
 
 
@@ -154,7 +114,7 @@ def check_targets(targets: Sequence[str]) -> None:
         if not any(s.available or s.builds for s in mine):
             detail = mine[0].detail if mine else "not known on this machine"
             install = next((f"; to get it: {s.install}" for s in mine if s.install), "")
-            raise BackendUnavailable(f"--targets {target}: {_one_line(detail)}{install}")
+            raise BackendUnavailable(f"--targets {target}: {one_line(detail)}{install}")
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -223,37 +183,3 @@ def _targets(text: str) -> tuple[str, ...]:
         if name not in TARGETS:
             raise InputError(f"--targets {name}: not a backend; there is {', '.join(TARGETS)}")
     return names
-
-
-def _quiet(debug: bool) -> None:
-    """Silence what other packages say about themselves; warnings about the user's model stay."""
-    if debug:
-        return
-    logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
-    logging.getLogger("torch.export").setLevel(logging.ERROR)
-    for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
-        warnings.filterwarnings(
-            "ignore", category=category, module=r"(torch|onnx|onnxscript|onnx_ir|transformers)(\.|$)"
-        )
-    warnings.showwarning = _show_warning
-
-
-def _show_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
-) -> None:
-    """A warning in one line, without the source line that raised it."""
-    print(f"warning: {_one_line(str(message))[:300]}", file=sys.stderr)
-
-
-def _fail(message: str, status: int, debug: bool) -> int:
-    if debug:
-        traceback.print_exc()
-    print(f"error: {_one_line(message)}", file=sys.stderr)
-    return status
-
-
-def _one_line(text: str) -> str:
-    return re.sub(r"\s+", " ", text).strip()
-
-
-__all__ = ["EXIT_FAULT", "EXIT_INPUT", "main", "parse", "parser"]

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rmsnorm_deploy import __version__
+from rmsnorm_deploy.cli import Parser, run_command
 from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, InputError
-from rmsnorm_deploy.export.cli import PRECISIONS, OneLineParser, add_source_options, run_command
+from rmsnorm_deploy.export.cli import PRECISIONS, add_source_options
 from rmsnorm_deploy.export.progress import Progress
 
 _DESCRIPTION = """\
@@ -18,14 +18,11 @@ Print every RMSNorm of a model (its name and place in the source, variant, axes,
 front is taken along, and the proof) and every look-alike with the reason it was left. Nothing is written.
 
 MODEL is a bundle, an ONNX file, or anything python -m rmsnorm_deploy.export takes: that is traced in memory."""
-_EPILOG = """\
-exit status: 0 all right, 1 the zoo has an unfused norm or a wrong value, 2 bad input or usage,
-70 a fault of this program (--debug shows where)
-
-examples:
-  python -m rmsnorm_deploy.inspect model.onnx
-  python -m rmsnorm_deploy.inspect block.pt --recipe export/transformer_block.py --precision fp16
-  python -m rmsnorm_deploy.inspect --zoo --family Llama --family "Gemma 3" --dtype bf16"""
+_EXAMPLES = (
+    "python -m rmsnorm_deploy.inspect model.onnx",
+    "python -m rmsnorm_deploy.inspect block.pt --recipe export/transformer_block.py --precision fp16",
+    'python -m rmsnorm_deploy.inspect --zoo --family Llama --family "Gemma 3" --dtype bf16',
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,12 +43,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def parser() -> argparse.ArgumentParser:
     """The options of the command."""
-    made = OneLineParser(
-        prog="python -m rmsnorm_deploy.inspect",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    made = Parser(
+        "python -m rmsnorm_deploy.inspect",
+        _DESCRIPTION,
+        statuses={EXIT_PARITY: "the zoo has an unfused norm or a wrong value"},
+        examples=_EXAMPLES,
     )
     made.add_argument("model", metavar="MODEL", type=Path, nargs="?", help="what to look at")
     add_source_options(made)
@@ -63,8 +59,6 @@ def parser() -> argparse.ArgumentParser:
     zoo.add_argument("--dtype", action="append", default=[], help="fp32, fp16 or bf16 only; may be repeated")
     zoo.add_argument("--markdown", action="store_true", help="print the table as in docs/zoo.md")
     made.add_argument("--json", action="store_true", help="print the result as JSON, and nothing else, on stdout")
-    made.add_argument("--debug", action="store_true", help="show warnings, and the traceback of an error")
-    made.add_argument("--version", action="version", version=f"rmsnorm_deploy {__version__}")
     return made
 
 

@@ -1,7 +1,4 @@
-"""Judge a bundle's model on each backend against float64, in ULPs.
-
-Exit status: 0 all that ran are right, 1 one is not, 2 bad input or usage, 3 a backend asked for by name is not there.
-"""
+"""Judge a bundle's model on each backend against float64, in ULPs."""
 
 from __future__ import annotations
 
@@ -11,28 +8,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, DeployError, InputError
+from rmsnorm_deploy.cli import BACKEND_ABSENT, Parser, positive, run_command
+from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, InputError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    options = _parser().parse_args(argv)
-    try:
-        return _run(options)
-    except DeployError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return run_command(argv, lambda arguments: _run(_parser().parse_args(arguments)))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     from rmsnorm_deploy.parity.backends import BACKENDS
 
-    parser = argparse.ArgumentParser(
-        prog="python -m rmsnorm_deploy.parity",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = Parser(
+        "python -m rmsnorm_deploy.parity",
+        __doc__,
+        statuses={EXIT_OK: "all that ran are right", EXIT_PARITY: "one is not", **BACKEND_ABSENT},
     )
-    parser.add_argument("bundle", type=Path, nargs="?", help="the folder that the export left")
+    parser.add_argument("bundle", metavar="BUNDLE", type=Path, nargs="?", help="the folder that the export left")
     parser.add_argument(
         "--backend",
         action="append",
@@ -65,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="plant faults in the bundle's model (without one: in tiny Llamas) and count which are caught and named",
     )
-    parser.add_argument("--seeds", type=int, default=200, help="with --faults: seeds on which a clean bundle must pass")
+    parser.add_argument(
+        "--seeds", type=positive, default=200, help="with --faults: seeds on which a clean bundle must pass"
+    )
     return parser
 
 
