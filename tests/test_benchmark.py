@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Callable
@@ -24,7 +25,9 @@ from rmsnorm_deploy.benchmark.model import compare
 from rmsnorm_deploy.benchmark.norm import fused_model, layer_norm_model, typical_norm
 from rmsnorm_deploy.benchmark.result import Timing
 from rmsnorm_deploy.benchmark.timing import MIN_ROUNDS, interleave, median_interval, quantile
-from rmsnorm_deploy.benchmark.twin import onnx_twin, torch_twin
+from rmsnorm_deploy.benchmark.tokens import SHAPES, STOCK, TORCH, WITHOUT
+from rmsnorm_deploy.benchmark.tokens import main as tokens_main
+from rmsnorm_deploy.benchmark.twin import onnx_twin, torch_twin, without_norms
 from rmsnorm_deploy.errors import BackendUnavailable, InputError
 
 QUICK = 0.2
@@ -70,6 +73,16 @@ class LayerNormModel(TokenModel):
 def norm(module: torch.nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
     centred = x - x.mean(-1, keepdim=True)
     return centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + (module.eps or 0)) * module.weight
+
+
+class NormlessModel(LayerNormModel):
+    """The same model with nothing where its norms are."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            block.norm1 = block.norm2 = torch.nn.Identity()
+        self.norm = torch.nn.Identity()
+        return TokenModel.forward(self, ids)
 
 
 def truth(bundle: Bundle, ids: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -311,3 +324,24 @@ def test_the_command_refuses_what_is_no_bundle(tmp_path: Path, capsys: pytest.Ca
     assert "is not a bundle" in capsys.readouterr().err
     assert main([str(tmp_path), "--threads", "0"]) == 2
     assert "argument --threads: '0' is not a whole number above 0" in capsys.readouterr().err
+
+
+def test_the_twin_without_norms_computes_all_the_rest(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.randint(0, 50, (2, 7))
+    monkeypatch.chdir(bundle.path)  # where the weights are
+    session = ort.InferenceSession(without_norms(bundle.model_path), providers=["CPUExecutionProvider"])
+    found = session.run(None, {session.get_inputs()[0].name: ids.numpy()})[0]
+    with torch.no_grad():
+        expected = NormlessModel(copy.deepcopy(bundle.eager))(ids).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_times_the_bundle_against_pytorchs_export_and_no_norms(
+    bundle: Bundle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tokens_main([str(bundle.path), "--json", "--seconds", "0.1", "--threads", "1"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [tuple(result["shape"]) for result in results] == list(SHAPES)
+    for result in results:
+        assert {TORCH, STOCK, WITHOUT} <= set(result["milliseconds"])
+        assert all(time["median"] > 0 for time in result["milliseconds"].values())
