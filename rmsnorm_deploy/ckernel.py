@@ -8,7 +8,7 @@ import functools
 from rmsnorm_deploy import native
 from rmsnorm_deploy.errors import DeployError
 
-ABI = 1
+ABI = 2
 OK, UNSUPPORTED = 0, 3
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "float64": 3}
 EPSILON_MODES = {"inside": 0, "outside": 1, "clamp": 2}
@@ -25,7 +25,8 @@ class Args(ctypes.Structure):
         ("eps", ctypes.c_double),
         *((name, ctypes.c_int64) for name in ("rows", "width", "scale_count", "bias_count")),
         *((name, ctypes.c_int64) for name in ("x_stride", "skip_stride", "y_stride", "sum_stride")),
-        *((name, ctypes.c_void_p) for name in ("x", "skip", "scale", "bias", "y", "sum")),
+        *((name, ctypes.c_void_p) for name in ("x", "skip", "scale", "bias", "y", "sum", "workspace")),
+        ("workspace_bytes", ctypes.c_int64),
     )
 
     def __init__(self, **fields: float | None) -> None:
@@ -53,6 +54,8 @@ def cuda_library() -> ctypes.CDLL | None:
     library = native.load("cuda")
     if library is not None:
         library.rmsnorm_cuda.argtypes = [ctypes.POINTER(Args), ctypes.c_void_p]
+        library.rmsnorm_cuda_workspace_bytes.argtypes = [ctypes.POINTER(Args)]
+        library.rmsnorm_cuda_workspace_bytes.restype = ctypes.c_int64
         library.rmsnorm_status_string.restype = ctypes.c_char_p
     return library
 
@@ -74,6 +77,12 @@ def run_cpu(args: Args, threads: int) -> bool:
     if library is None:
         return False
     return _done(library, library.rmsnorm_cpu(ctypes.byref(args), _pool(threads)))
+
+
+def cuda_workspace_bytes(args: Args) -> int:
+    """How much ``args.workspace`` should be for the device to share out few long rows; 0 where it makes no difference."""
+    library = cuda_library()
+    return int(library.rmsnorm_cuda_workspace_bytes(ctypes.byref(args))) if library else 0
 
 
 def run_cuda(args: Args, stream: int) -> bool:

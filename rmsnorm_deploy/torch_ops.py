@@ -214,7 +214,16 @@ def _run_kernel(call: _Call, y: Tensor, total: Tensor) -> bool:
     if device.type == "cpu":
         return ckernel.run_cpu(args, torch.get_num_threads())
     with torch.cuda.device(device):
-        return ckernel.run_cuda(args, torch.cuda.current_stream(device).cuda_stream)
+        return _run_cuda(args, device)
+
+
+def _run_cuda(args: ckernel.Args, device: torch.device) -> bool:
+    # PyTorch hands memory of a stream to later work on that stream alone, so the workspace need not outlive the call.
+    size = ckernel.cuda_workspace_bytes(args)
+    workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+    if workspace is not None:
+        args.workspace, args.workspace_bytes = workspace.data_ptr(), size
+    return ckernel.run_cuda(args, torch.cuda.current_stream(device).cuda_stream)
 
 
 def _number(tensor: Tensor) -> int:

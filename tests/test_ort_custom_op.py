@@ -282,23 +282,31 @@ def test_a_gap_or_a_missing_output_is_refused_and_does_not_crash() -> None:
 
 
 class FakeRuntime:
-    """An OrtApiBase of another version, with nothing behind it but CreateStatus."""
+    """An OrtApiBase of another version, with nothing behind it but CreateStatus and what counts the ops."""
 
     def __init__(self, version: bytes, serves: int) -> None:
         self.message = b""
         self.asked: list[int] = []
+        self.added = 0
         create = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)
         get_api = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)
         get_version = ctypes.CFUNCTYPE(ctypes.c_void_p)
         self.text = ctypes.create_string_buffer(version)
         self.keep = [create(self._create), get_api(self._get_api), get_version(lambda: ctypes.addressof(self.text))]
-        self.table = (ctypes.c_void_p * 300)(ctypes.cast(self.keep[0], ctypes.c_void_p).value)
-        self.base = (ctypes.c_void_p * 2)(*(ctypes.cast(item, ctypes.c_void_p).value for item in self.keep[1:]))
+        self.table = (ctypes.c_void_p * 500)(ctypes.cast(self.keep[0], ctypes.c_void_p).value)
+        domain = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+        for slot, called in ((26, lambda *_: None), (27, self._add), (28, lambda *_: None)):
+            self.keep.append(domain(called))
+            self.table[slot] = ctypes.cast(self.keep[-1], ctypes.c_void_p).value
+        self.base = (ctypes.c_void_p * 2)(*(ctypes.cast(item, ctypes.c_void_p).value for item in self.keep[1:3]))
         self.serves = serves
 
     def _create(self, _code: int, message: bytes) -> int:
         self.message = message
         return 1
+
+    def _add(self, _domain: int, _op: int) -> None:
+        self.added += 1
 
     def _get_api(self, version: int) -> int:
         self.asked.append(version)
@@ -362,19 +370,101 @@ def test_one_binary_runs_on_every_version(library: Path, tmp_path: Path, version
         check(case, feeds(case, 77), list(np.load(path + ".out.npz").values()))
 
 
-def test_ops_for_the_cuda_provider_do_not_disturb_the_cpus(library: Path, tmp_path: Path) -> None:
-    """With CUDA kernels beside the library it registers each op twice; a stand-in for them is enough here."""
+STUB = """
+#include <stdint.h>
+int rmsnorm_cuda(const void* args, void* stream) { return args == stream; }
+int64_t rmsnorm_cuda_workspace_bytes(const void* args) { return args ? 64 : 0; }
+"""
+
+
+@pytest.fixture
+def beside_cuda(library: Path, tmp_path: Path) -> Path:
+    """The library with a stand-in for the CUDA kernels beside it."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler here for the stand-in")
-    (tmp_path / "stub.c").write_text("int rmsnorm_cuda(const void* args, void* stream) { return args == stream; }\n")
+    (tmp_path / "stub.c").write_text(STUB)
     stub = tmp_path / f"librmsnorm_deploy_cuda{native.SUFFIX}"
     subprocess.run([compiler, "-shared", "-fPIC", str(tmp_path / "stub.c"), "-o", str(stub)], check=True)
-    copy = shutil.copy2(library, tmp_path / library.name)
+    return Path(shutil.copy2(library, tmp_path / library.name))
+
+
+def ops_registered(library: Path) -> int:
+    register = ctypes.CDLL(str(library)).RegisterCustomOps
+    register.restype, register.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_void_p]
+    fake = FakeRuntime(b"1.40.0", 40)
+    assert register(1, ctypes.addressof(fake.base)) is None
+    KEPT.append(fake)  # the library remembers a runtime for ever
+    return fake.added
+
+
+KEPT: list[FakeRuntime] = []
+
+
+def test_the_cuda_provider_gets_every_op_but_those_of_float64(library: Path, beside_cuda: Path) -> None:
+    cpu = ops_registered(library)
+    double = sum(case.x == "float64" for case in ALL)
+    assert cpu == len(ALL)
+    assert ops_registered(beside_cuda) == cpu + len(ALL) - double
+
+
+def test_ops_for_the_cuda_provider_do_not_disturb_the_cpus(beside_cuda: Path, tmp_path: Path) -> None:
+    """With CUDA kernels beside the library it registers each op twice."""
     case = Case("float16", "float32", bias=True, skip=True)
     onnx.save(model(case, ["n", 77], [77]), tmp_path / "a.onnx")
     np.savez(tmp_path / "a.onnx.npz", **feeds(case, 77))
-    command = [sys.executable, "-c", CHILD, str(copy), str(tmp_path / "a.onnx")]
+    command = [sys.executable, "-c", CHILD, str(beside_cuda), str(tmp_path / "a.onnx")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     check(case, feeds(case, 77), list(np.load(tmp_path / "a.onnx.out.npz").values()))
+
+
+WORKSPACE = """
+#include <cstdio>
+#include <cstdlib>
+#include "workspace.h"
+
+int held = 0, failing = 0, statuses = 0, released = 0;
+ort::Status* allocate(ort::Allocator*, size_t bytes, void** out) {
+  if (failing) return reinterpret_cast<ort::Status*>(&++statuses);
+  ++held;
+  *out = std::malloc(bytes);
+  return nullptr;
+}
+ort::Status* give_back(ort::Allocator*, void* memory) { --held; std::free(memory); return nullptr; }
+void release_status(ort::Status*) { --statuses; }
+void release_allocator(ort::Allocator*) { ++released; }
+
+int main() {
+  const void* table[300] = {};
+  table[75] = reinterpret_cast<const void*>(allocate);
+  table[76] = reinterpret_cast<const void*>(give_back);
+  table[93] = reinterpret_cast<const void*>(release_status);
+  table[132] = reinterpret_cast<const void*>(release_allocator);
+  const auto* api = reinterpret_cast<const ort::Api*>(table);
+  int one = 0, two = 0;
+  {
+    rmsnorm_ort::Workspace w(api, reinterpret_cast<ort::Allocator*>(&one));
+    void* first = w.on(&one, 64);
+    const bool kept = first && w.on(&one, 64) == first && w.on(&one, 16) == first && held == 1;
+    const bool apart = w.on(&two, 64) != first && held == 2 && w.on(&two, 0) == nullptr;
+    failing = 1;
+    const bool without = w.on(&one, 128) == nullptr && statuses == 0 && w.on(&one, 64) == first;
+    if (!kept || !apart || !without) return std::printf("kept %d apart %d without %d", kept, apart, without);
+  }
+  rmsnorm_ort::Workspace none(api, nullptr);
+  return held == 0 && released == 1 && none.on(&one, 64) == nullptr ? 0 : std::printf("held %d", held);
+}
+"""
+
+
+def test_a_workspace_serves_one_stream_and_goes_back_with_its_node(tmp_path: Path) -> None:
+    compiler, folder = shutil.which("c++"), native.plugins_folder()
+    if compiler is None or folder is None:
+        pytest.skip("no C++ compiler or no sources here")
+    (tmp_path / "main.cpp").write_text(WORKSPACE)
+    ours, program = folder / "onnxruntime", tmp_path / "main"
+    command = [compiler, "-std=c++17", "-fsanitize=address", f"-I{ours}", "-o", str(program)]
+    subprocess.run([*command, str(tmp_path / "main.cpp"), str(ours / "workspace.cpp"), "-pthread"], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -26,7 +26,7 @@ extern "C" {
 #endif
 
 /* Grows by one whenever rmsnorm_args or a meaning in this file changes. */
-#define RMSNORM_ABI 1
+#define RMSNORM_ABI 2
 
 typedef enum rmsnorm_status {
   RMSNORM_OK = 0,
@@ -80,6 +80,12 @@ typedef struct rmsnorm_args {
   const void* bias;  /* NULL: zeros */
   void* y;
   void* sum; /* may be NULL; needs skip */
+  /* Device memory for rmsnorm_cuda alone, aligned to 4 bytes, whose contents need not be set and mean nothing
+   * afterwards. It may serve any number of calls on one stream, and must not serve two streams at once. NULL, or fewer
+   * bytes than rmsnorm_cuda_workspace_bytes asks for: the same result, later where few long rows leave the device
+   * idle. */
+  void* workspace;
+  int64_t workspace_bytes;
 } rmsnorm_args;
 
 /* Calls task(arg, i) once for every i in 0 .. count-1, in any order and on any threads, and returns when all are done.
@@ -116,6 +122,11 @@ RMSNORM_API rmsnorm_status rmsnorm_cpu_set_isa(const char* isa);
 /* Queues the work on a cudaStream_t (NULL: the default stream) of the current device and returns; it neither allocates
  * nor synchronises, and may be captured in a CUDA graph. RMSNORM_UNSUPPORTED for RMSNORM_F64. */
 RMSNORM_API rmsnorm_status rmsnorm_cuda(const rmsnorm_args* args, void* stream);
+
+/* The workspace that speeds up this call, and any of fewer rows of the same width and dtype: some KiB, or 0 where none
+ * would. It depends on rows, width and x_dtype alone, so that it may be asked for without a device and with every
+ * pointer NULL; the other fields are not read. */
+RMSNORM_API int64_t rmsnorm_cuda_workspace_bytes(const rmsnorm_args* args);
 
 #ifdef __cplusplus
 } /* extern "C" */

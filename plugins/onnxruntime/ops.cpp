@@ -7,6 +7,8 @@
 
 #include <new>
 
+#include "workspace.h"
+
 namespace rmsnorm_ort {
 namespace {
 
@@ -32,7 +34,7 @@ ort::ElementType element_type(rmsnorm_dtype dtype) {
 // ---- what the runtime asks when it reads the graph
 
 const char* get_name(const ort::CustomOp* base) { return op_of(base).name; }
-const char* get_provider(const ort::CustomOp* base) { return op_of(base).cuda ? "CUDAExecutionProvider" : nullptr; }
+const char* get_provider(const ort::CustomOp* base) { return op_of(base).cuda.run ? "CUDAExecutionProvider" : nullptr; }
 
 // X, then skip where there is one, then scale, then bias where there is one.
 size_t scale_index(const Op& op) { return op.variant.skip ? 2 : 1; }
@@ -137,7 +139,10 @@ Status* infer_shape(const ort::CustomOp* base, ort::ShapeContext* context) {
 // ---- one node
 
 struct Kernel {
+  Kernel(const Op& of, ort::Allocator* allocator) : op(&of), workspace(of.api, allocator) {}
+
   const Op* op;
+  Workspace workspace;
   double eps;
   int64_t scale_count;  // of a constant scale; -1 where it may change
   int64_t axis;
@@ -207,6 +212,15 @@ int read_option(const ort::Api* api, const ort::KernelInfo* info, const char* na
   return -1;
 }
 
+// nullptr where the op needs none, or the runtime has none to give.
+ort::Allocator* device_allocator(const Op& op, const ort::KernelInfo* info) {
+  ort::Allocator* allocator = nullptr;
+  if (!op.cuda.run || op.minor < ort::kKernelAllocator) return nullptr;
+  Status* failed = ort::KernelAllocator::call(op.api, info, 0, &allocator);
+  if (failed) ort::ReleaseStatus::call(op.api, failed);
+  return failed ? nullptr : allocator;
+}
+
 Status* create_kernel(const ort::CustomOp* base, const ort::Api*, const ort::KernelInfo* info, void** out) {
   static const char* const kEpsModes[] = {"inside", "outside", "clamp"};
   static const char* const kScaleOrders[] = {"after_cast", "before_cast"};
@@ -237,9 +251,8 @@ Status* create_kernel(const ort::CustomOp* base, const ort::Api*, const ort::Ker
   if (op.x != op.param && scale_order != op.variant.scale_order)
     return fail(api, bad, op.name, "scale_order contradicts the op's name");
 
-  Kernel* kernel = new (std::nothrow) Kernel;
+  Kernel* kernel = new (std::nothrow) Kernel(op, device_allocator(op, info));
   if (!kernel) return fail(api, ort::kFail, op.name, "out of memory");
-  kernel->op = &op;
   kernel->eps = eps;
   kernel->scale_count = constant_scale_count(op, info);
   kernel->axis = axis;
@@ -258,6 +271,7 @@ void destroy_kernel(void* kernel) { delete static_cast<Kernel*>(kernel); }
 struct Run {
   const ort::Api* api;
   ort::KernelContext* context;
+  bool by_reference;  // api has ort::ShapeReference
   Status* failed = nullptr;
 
   bool ok(Status* status) {
@@ -282,7 +296,7 @@ struct Run {
   }
 
   // The rank, or 0 where it is not between 1 and kMostRank.
-  size_t shape(const ort::Value* value, bool by_reference, int64_t* dims) {
+  size_t shape(const ort::Value* value, int64_t* dims) {
     return by_reference ? shape_by_reference(value, dims) : shape_by_copy(value, dims);
   }
 
@@ -314,12 +328,15 @@ void parallel_for(void* pool, rmsnorm_task task, void* arg, size_t count) {
   run.ok(ort::ParallelFor::call(run.api, run.context, task, count, 0, arg));
 }
 
-Status* execute(const Op& op, Run& run, const rmsnorm_args& args) {
+Status* execute(Kernel& kernel, Run& run, rmsnorm_args args) {
+  const Op& op = *kernel.op;
   rmsnorm_status status = RMSNORM_OK;
-  if (op.cuda) {
+  if (op.cuda.run) {
     void* stream = nullptr;
     if (!run.ok(ort::GpuStream::call(run.api, run.context, &stream))) return run.failed;
-    status = op.cuda(&args, stream);
+    args.workspace_bytes = op.cuda.workspace_bytes(&args);
+    args.workspace = kernel.workspace.on(stream, static_cast<size_t>(args.workspace_bytes));
+    status = op.cuda.run(&args, stream);
   } else {
     const rmsnorm_parallel parallel = {parallel_for, &run, 0};
     status = rmsnorm_cpu(&args, &parallel);
@@ -329,9 +346,9 @@ Status* execute(const Op& op, Run& run, const rmsnorm_args& args) {
 }
 
 Status* compute(void* state, ort::KernelContext* context) {
-  const Kernel& kernel = *static_cast<const Kernel*>(state);
+  Kernel& kernel = *static_cast<Kernel*>(state);
   const Op& op = *kernel.op;
-  Run run = {op.api, context};
+  Run run = {op.api, context, op.minor >= ort::kShapeReference};
   rmsnorm_args args = {};
   args.abi = RMSNORM_ABI;
   args.x_dtype = op.x;
@@ -345,7 +362,7 @@ Status* compute(void* state, ort::KernelContext* context) {
   const ort::Value* x = run.input(0);
   if (!x) return run.failed ? run.failed : fail(op.api, ort::kInvalidArgument, op.name, "X is missing");
   int64_t dims[kMostRank];
-  const size_t rank = run.shape(x, op.shape_reference, dims);
+  const size_t rank = run.shape(x, dims);
   if (run.failed) return run.failed;
   if (rank == 0 || static_cast<int64_t>(rank) + kernel.axis < 0)
     return fail(op.api, ort::kInvalidArgument, op.name, "X must have a rank from 1 to 8, and no less than -axis");
@@ -362,7 +379,7 @@ Status* compute(void* state, ort::KernelContext* context) {
   if (op.variant.skip && !run.failed) {
     const ort::Value* skip = run.input(1);
     int64_t skip_dims[kMostRank];
-    const size_t skip_rank = skip ? run.shape(skip, op.shape_reference, skip_dims) : 0;
+    const size_t skip_rank = skip ? run.shape(skip, skip_dims) : 0;
     if (run.failed) return run.failed;
     if (skip_rank != rank || memcmp(dims, skip_dims, rank * sizeof(int64_t)) != 0)
       return fail(op.api, ort::kInvalidArgument, op.name, "X and skip must have the same shape");
@@ -387,7 +404,7 @@ Status* compute(void* state, ort::KernelContext* context) {
   args.y = run.data(run.output(0, dims, rank));
   if (op.variant.skip && !run.failed) args.sum = run.data(run.output(1, dims, rank));
   if (run.failed) return run.failed;
-  return execute(op, run, args);
+  return execute(kernel, run, args);
 }
 
 // ---- the table
@@ -430,8 +447,8 @@ ort::CustomOp callbacks(const Variant& v, uint32_t minor) {
   return op;
 }
 
-Op make_op(const Variant& v, const Types& types, const ort::Api* api, uint32_t minor, CudaFn cuda) {
-  Op op = {callbacks(v, minor), api, minor >= ort::kShapeReference, cuda, v, types.x, types.param, types.x, ""};
+Op make_op(const Variant& v, const Types& types, const ort::Api* api, uint32_t minor, const Cuda& cuda) {
+  Op op = {callbacks(v, minor), api, minor, cuda, v, types.x, types.param, types.x, ""};
   if (v.scale_order == RMSNORM_AFTER_CAST) op.y = types.param;
   write_name(v, op.name);
   return op;
@@ -439,14 +456,14 @@ Op make_op(const Variant& v, const Types& types, const ort::Api* api, uint32_t m
 
 }  // namespace
 
-int make_ops(Op* ops, const ort::Api* api, uint32_t minor, CudaFn cuda) {
+int make_ops(Op* ops, const ort::Api* api, uint32_t minor, const Cuda& cuda) {
   int count = 0;
   for (int i = 0; i < kVariants; i++) {
     const Variant v = variant(i);
     for (const Types& types : kTypes) {
       if (v.stash == RMSNORM_STASH_F64 && types.x != RMSNORM_F64) continue;
-      ops[count++] = make_op(v, types, api, minor, nullptr);
-      if (cuda && types.x != RMSNORM_F64) ops[count++] = make_op(v, types, api, minor, cuda);
+      ops[count++] = make_op(v, types, api, minor, Cuda{});
+      if (cuda.run && types.x != RMSNORM_F64) ops[count++] = make_op(v, types, api, minor, cuda);
     }
   }
   return count;

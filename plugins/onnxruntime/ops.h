@@ -7,14 +7,18 @@
 
 namespace rmsnorm_ort {
 
-using CudaFn = rmsnorm_status (*)(const rmsnorm_args*, void* stream);
+// rmsnorm_cuda and rmsnorm_cuda_workspace_bytes; both or neither are there.
+struct Cuda {
+  rmsnorm_status (*run)(const rmsnorm_args*, void* stream);
+  int64_t (*workspace_bytes)(const rmsnorm_args*);
+};
 
 // The runtime hands `base` back to every callback.
 struct Op {
   ort::CustomOp base;
   const ort::Api* api;
-  bool shape_reference;  // api has ort::ShapeReference
-  CudaFn cuda;           // nullptr: this op runs on the CPU
+  uint32_t minor;  // the y of the runtime 1.y that api is from
+  Cuda cuda;       // without functions this op runs on the CPU
   Variant variant;
   rmsnorm_dtype x;
   rmsnorm_dtype param;
@@ -25,9 +29,9 @@ struct Op {
 // The most that make_ops fills in.
 constexpr int kMostOps = kVariants * 6 * 2;
 
-// Fills ops and returns their number. cuda nullptr: none for the CUDA provider. minor: the y of a runtime 1.y, no less
-// than ort::kOldest, that api is from.
-int make_ops(Op* ops, const ort::Api* api, uint32_t minor, CudaFn cuda);
+// Fills ops and returns their number. Without CUDA functions there are none for the CUDA provider. minor: no less than
+// ort::kOldest.
+int make_ops(Op* ops, const ort::Api* api, uint32_t minor, const Cuda& cuda);
 
 }  // namespace rmsnorm_ort
 

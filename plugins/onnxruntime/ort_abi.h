@@ -18,6 +18,7 @@ struct KernelContext;
 struct ShapeContext;
 struct Value;
 struct TensorInfo;
+struct Allocator;
 
 struct ApiBase {
   const Api* (*get_api)(uint32_t version) noexcept;
@@ -75,6 +76,8 @@ using Dimensions = Function<62, Status*, const TensorInfo*, int64_t*, size_t>;
 using SymbolicDimensions = Function<63, Status*, const TensorInfo*, const char**, size_t>;
 using ElementCount = Function<64, Status*, const TensorInfo*, size_t*>;
 using TypeAndShape = Function<65, Status*, const Value*, TensorInfo**>;
+using Allocate = Function<75, Status*, Allocator*, size_t, void**>;
+using Free = Function<76, Status*, Allocator*, void*>;
 using AttributeFloat = Function<85, Status*, const KernelInfo*, const char*, float*>;
 using AttributeInt = Function<86, Status*, const KernelInfo*, const char*, int64_t*>;
 using AttributeString = Function<87, Status*, const KernelInfo*, const char*, char*, size_t*>;
@@ -82,6 +85,7 @@ using Input = Function<90, Status*, const KernelContext*, size_t, const Value**>
 using Output = Function<91, Status*, KernelContext*, size_t, const int64_t*, size_t, Value**>;
 using ReleaseStatus = Function<93, void, Status*>;
 using ReleaseTensorInfo = Function<99, void, TensorInfo*>;
+using ReleaseAllocator = Function<132, void, Allocator*>;
 using GpuStream = Function<193, Status*, const KernelContext*, void**>;
 using ConstantInput = Function<249, Status*, const KernelInfo*, size_t, int*, const Value**>;
 using ShapeInputCount = Function<267, Status*, const ShapeContext*, size_t*>;
@@ -89,13 +93,17 @@ using ShapeInput = Function<268, Status*, const ShapeContext*, size_t, TensorInf
 using ShapeOutput = Function<270, Status*, const ShapeContext*, size_t, const TensorInfo*>;
 using ParallelFor = Function<274, Status*, const KernelContext*, void (*)(void*, size_t), size_t, size_t, void*>;
 
+// From 18: the provider's allocator; 0 is its default memory.
+using KernelAllocator = Function<278, Status*, const KernelInfo*, int, Allocator**>;
+
 // From 24: the shape where the runtime keeps it, while TypeAndShape copies it into several allocations.
 using ShapeReference = Function<414, Status*, const Value*, ElementType*, const int64_t**, size_t*>;
 
 // The oldest and newest versions of CustomOp that this library can be. The API table of the oldest holds every slot
-// above but ShapeReference.
+// above but the last two.
 constexpr uint32_t kOldest = 17;
 constexpr uint32_t kNewest = 18;
+constexpr uint32_t kKernelAllocator = 18;
 constexpr uint32_t kShapeReference = 24;
 
 }  // namespace ort

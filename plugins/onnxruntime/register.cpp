@@ -31,20 +31,28 @@ Status* too_old(const ort::ApiBase* base) {
   return ort::CreateStatus::call(api, ort::kNotImplemented, message);
 }
 
-// rmsnorm_cuda of a library that the process has loaded already, or that lies beside this one.
-rmsnorm_ort::CudaFn find_cuda() {
-  void* symbol = dlsym(RTLD_DEFAULT, "rmsnorm_cuda");
+rmsnorm_ort::Cuda cuda_of(void* library) {
+  rmsnorm_ort::Cuda cuda = {};
+  cuda.run = reinterpret_cast<decltype(cuda.run)>(dlsym(library, "rmsnorm_cuda"));
+  cuda.workspace_bytes =
+      reinterpret_cast<decltype(cuda.workspace_bytes)>(dlsym(library, "rmsnorm_cuda_workspace_bytes"));
+  return cuda.run && cuda.workspace_bytes ? cuda : rmsnorm_ort::Cuda{};
+}
+
+// Those of a library that the process has loaded already, or that lies beside this one.
+rmsnorm_ort::Cuda find_cuda() {
+  rmsnorm_ort::Cuda cuda = cuda_of(RTLD_DEFAULT);
   Dl_info self;
-  if (!symbol && dladdr(reinterpret_cast<const void*>(&find_cuda), &self) && self.dli_fname) {
+  if (!cuda.run && dladdr(reinterpret_cast<const void*>(&find_cuda), &self) && self.dli_fname) {
     char path[4096];
     const char* slash = strrchr(self.dli_fname, '/');
     const int folder = slash ? static_cast<int>(slash - self.dli_fname) : 1;
     const int length =
         snprintf(path, sizeof path, "%.*s/librmsnorm_deploy_cuda.so", folder, slash ? self.dli_fname : ".");
     void* library = length < static_cast<int>(sizeof path) ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : nullptr;
-    if (library) symbol = dlsym(library, "rmsnorm_cuda");
+    if (library) cuda = cuda_of(library);
   }
-  return reinterpret_cast<rmsnorm_ort::CudaFn>(symbol);
+  return cuda;
 }
 
 // A runtime that the process has loaded, and the domain made for it. Sessions refer to both for as long as they live,

@@ -208,6 +208,20 @@ void check_shapes(IPluginCreatorV3One& creator) {
   expect(!configure(beyond, {x, tensor(half, {64}), x}) && has(last_message, "axis -4"), "an axis beyond the rank");
 }
 
+// Enough for the longest rows of the profile, and nothing for rows that no card splits.
+void check_workspace(IPluginCreatorV3One& creator) {
+  const auto workspace = [&](const std::vector<int64_t>& most) {
+    auto plugin = create(creator, Fields{}.list(), TensorRTPhase::kBUILD);
+    auto x = tensor(DataType::kHALF, {-1, -1});
+    x.max = tensor(DataType::kHALF, most).desc.dims;
+    const DynamicPluginTensorDesc all[] = {x, x, x};
+    return capability<IPluginV3OneBuild>(*plugin, PluginCapabilityType::kBUILD).getWorkspaceSize(all, 2, all + 2, 1);
+  };
+  expect(workspace({32, 4096}) == 0, "no workspace for short rows");
+  expect(workspace({32, 262144}) > 0 && workspace({32, 262144}) <= 16384, "a workspace for long rows");
+  expect(workspace({32, 262144}) == workspace({-1, -1}), "a workspace for rows of any length");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -243,6 +257,7 @@ int main(int argc, char** argv) {
     check_bad_values(*norm);
     check_types(*norm, *skip_before);
     check_shapes(*norm);
+    check_workspace(*norm);
   }
   std::printf("%d failures\n", failures);
   return failures == 0 ? 0 : 1;

@@ -160,6 +160,7 @@ int32_t NormPlugin::configurePlugin(const nvinfer1::DynamicPluginTensorDesc* in,
     typical_.width = product(typical, first, typical.nbDims);
     typical_.element_bytes = in[0].desc.type == DataType::kFLOAT ? 4 : 2;
     typical_.aligned = typical_.width * typical_.element_bytes % 16 == 0;
+    typical_.may_split = rmsnorm::split_workspace(typical_.width) > 0;
     return "";
   });
 }
@@ -204,6 +205,15 @@ bool NormPlugin::supportsFormatCombination(int32_t position, const nvinfer1::Dyn
 }
 
 int32_t NormPlugin::getNbOutputs() const noexcept { return name_.skip ? 2 : 1; }
+
+size_t NormPlugin::getWorkspaceSize(const nvinfer1::DynamicPluginTensorDesc* in, int32_t inputs,
+                                    const nvinfer1::DynamicPluginTensorDesc*, int32_t) const noexcept {
+  if (inputs < 1) return 0;
+  const Dims& most = in[0].max;
+  const int32_t first = std::max(most.nbDims + attributes_.axis, 0);
+  const int64_t width = known(most, first) ? product(most, first, most.nbDims) : INT64_MAX;
+  return static_cast<size_t>(rmsnorm::split_workspace(width));
+}
 
 std::vector<int32_t> NormPlugin::tactics() const {
   std::vector<int32_t> found;
@@ -255,7 +265,7 @@ int32_t NormPlugin::onShapeChange(const PluginTensorDesc* in, int32_t inputs, co
 }
 
 int32_t NormPlugin::enqueue(const PluginTensorDesc* in_descs, const PluginTensorDesc* out_descs, const void* const* in,
-                            void* const* out, void*, cudaStream_t stream) noexcept {
+                            void* const* out, void* workspace, cudaStream_t stream) noexcept {
   return guarded(name_, [&]() -> std::string {
     Inputs at{};
     if (!inputs_of(inputs_, &at)) return "enqueued before its shapes were known";
@@ -286,6 +296,9 @@ int32_t NormPlugin::enqueue(const PluginTensorDesc* in_descs, const PluginTensor
       args.bias_count = product(in_descs[at.bias].dims, 0, in_descs[at.bias].dims.nbDims);
       args.param_dtype = dtype_of(in_descs[at.bias].type);
     }
+    // getWorkspaceSize asked for as much, for the longest rows.
+    args.workspace = workspace;
+    args.workspace_bytes = workspace == nullptr ? 0 : rmsnorm::split_workspace(args.width);
     const rmsnorm_status status = rmsnorm::run_on_cuda(args, stream, tactic_);
     return status == RMSNORM_OK ? "" : rmsnorm_status_string(status);
   });

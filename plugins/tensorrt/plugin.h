@@ -45,6 +45,8 @@ class NormPlugin final : public nvinfer1::IPluginV3,
   bool supportsFormatCombination(int32_t position, const nvinfer1::DynamicPluginTensorDesc* all, int32_t inputs,
                                  int32_t outputs) noexcept override;
   int32_t getNbOutputs() const noexcept override;
+  size_t getWorkspaceSize(const nvinfer1::DynamicPluginTensorDesc* in, int32_t inputs,
+                          const nvinfer1::DynamicPluginTensorDesc* out, int32_t outputs) const noexcept override;
   int32_t getNbTactics() noexcept override;
   int32_t getValidTactics(int32_t* tactics, int32_t count) noexcept override;
   const char* getTimingCacheID() noexcept override;

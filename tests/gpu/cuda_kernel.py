@@ -24,7 +24,9 @@ def library() -> ctypes.CDLL:
         native_build.build(("cuda",), sm=(10 * major + minor,), quiet=True)
     path = native.find_library("cuda")
     assert path is not None
-    return ctypes.CDLL(str(path))
+    loaded = ctypes.CDLL(str(path))
+    loaded.rmsnorm_cuda_workspace_bytes.restype = ctypes.c_int64
+    return loaded
 
 
 @dataclass
@@ -38,6 +40,7 @@ class Norm:
     bias: torch.Tensor | None
     y: torch.Tensor
     sum: torch.Tensor | None
+    workspace: torch.Tensor
     args: emu.Args
 
     def launch(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -68,7 +71,7 @@ def norm(case: emu.Case) -> Norm:
             tensors[name] = (1 + 0.5 * torch.randn(count, device="cuda")).to(DTYPES[case.params])
     stride = case.width + case.pad
     args = emu.Args(
-        abi=1,
+        abi=emu.ABI,
         x_dtype=emu.CODES[case.x],
         param_dtype=emu.CODES[case.params],
         y_dtype=emu.CODES[case.y],
@@ -83,7 +86,11 @@ def norm(case: emu.Case) -> Norm:
         **{name: tensor.data_ptr() for name, tensor in tensors.items()},
     )
     given: Any = {name: tensors.get(name) for name in ("x", "skip", "scale", "bias", "y", "sum")}
-    return Norm(case, **given, args=args)
+    size = library().rmsnorm_cuda_workspace_bytes(ctypes.byref(args)) if case.workspace else 0
+    workspace = torch.full((size // 4,), float("nan"), device="cuda")
+    if size:
+        args.workspace, args.workspace_bytes = workspace.data_ptr(), size
+    return Norm(case, **given, workspace=workspace, args=args)
 
 
 def host(tensor: torch.Tensor | None) -> np.ndarray | None:

@@ -53,7 +53,8 @@ extern "C" rmsnorm_status rmsnorm_check(const rmsnorm_args* args) {
   if (!args) return RMSNORM_BAD_ARGUMENT;
   const rmsnorm_args& a = *args;
   if (a.abi != RMSNORM_ABI) return RMSNORM_ABI_MISMATCH;
-  if (!enums_known(a) || a.rows < 0 || a.width < 0 || !(a.eps >= 0)) return RMSNORM_BAD_ARGUMENT;
+  if (!enums_known(a) || a.rows < 0 || a.width < 0 || !(a.eps >= 0) || a.workspace_bytes < 0)
+    return RMSNORM_BAD_ARGUMENT;
   if (!dtypes_allowed(a)) return RMSNORM_BAD_DTYPE;
   if (a.rows == 0 || a.width == 0) return RMSNORM_OK;
   if (!a.x || !a.y || !outputs_allowed(a)) return RMSNORM_BAD_ARGUMENT;
@@ -75,12 +76,10 @@ extern "C" const char* rmsnorm_status_string(rmsnorm_status status) {
       return "ok";
     case RMSNORM_BAD_ARGUMENT:
       return "bad argument: a null pointer, a negative size, a stride below the width, a parameter of another length "
-             "or an "
-             "unknown option";
+             "or an unknown option";
     case RMSNORM_BAD_DTYPE:
       return "these dtypes do not go together: scale and bias have x's dtype, or float32 where x is float16 or "
-             "bfloat16; "
-             "float64 statistics need a float64 x";
+             "bfloat16; float64 statistics need a float64 x";
     case RMSNORM_UNSUPPORTED:
       return "this build or device has no kernel for it";
     case RMSNORM_DEVICE_ERROR:

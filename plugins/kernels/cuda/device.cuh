@@ -17,7 +17,7 @@
 namespace rmsnorm {
 
 // What an access to global memory is for. The emulator counts by it; on the device it vanishes.
-enum class Site { kX, kSkip, kScale, kBias, kY, kSum, kXAgain, kSkipAgain };
+enum class Site { kX, kSkip, kScale, kBias, kY, kSum, kXAgain, kSkipAgain, kPartials };
 
 template <int BYTES>
 struct Bits {

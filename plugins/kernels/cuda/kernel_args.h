@@ -12,7 +12,10 @@ enum class Layout {
   kThick,   // registers, up to kThickVectors 16-byte vectors a thread
   kSingle,  // registers, up to kSingleElements elements a thread, one by one: rows that are not 16-byte aligned
   kLong,    // shared memory, 16-byte vectors; what does not fit there is read again
-  kLongSingle
+  kLongSingle,
+  kSplit,  // slices of a row, each a block's, in two kernels: squares to the workspace, then the output; x is read
+           // twice
+  kSplitSingle
 };
 
 constexpr int kManyRows = 4;
@@ -22,6 +25,9 @@ constexpr int kLongUnroll = 4;
 constexpr int kMaxThreads = 512;
 constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kMaxCluster = 8;
+constexpr int kSplitThreads = 256;
+constexpr int kSplitUnroll = 4;         // vectors of a thread in flight
+constexpr int kMostSplitBlocks = 1024;  // of all rows: a thread adds up no more than four slices' sums
 
 // Two buffers of one partial sum a warp of the cluster: rows use them in turn, so that one barrier a row is enough.
 constexpr int kPartialsPerRow = kMaxWarps * kMaxCluster;
@@ -54,6 +60,10 @@ struct KernelArgs {
   int32_t cluster;      // blocks that share a row, a power of two
   int32_t cluster_shift;
   int32_t kept;  // kLong: vectors a thread keeps in shared memory
+  // kSplit: one sum of squares a block, each float32; blocks a row, and the vectors of all of them but the last.
+  char* partials;
+  int32_t slices;
+  int64_t slice_vectors;
 };
 
 }  // namespace rmsnorm

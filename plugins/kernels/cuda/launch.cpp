@@ -10,8 +10,10 @@ namespace {
 constexpr int kNarrowThreads = 128;  // of a block whose rows each take a warp or less
 // Of a block with a row in shared memory, where rows are many: two such blocks fit a multiprocessor's registers.
 constexpr int kLongThreads = 256;
-constexpr int kResidentThreads = 2048;       // of a multiprocessor; a smaller one merely queues more blocks
-constexpr int kWavesOfBlocks = 2;            // more rows than this many blocks loop, and load the parameters once
+constexpr int kResidentThreads = 2048;  // of a multiprocessor; a smaller one merely queues more blocks
+constexpr int kWavesOfBlocks = 2;       // more rows than this many blocks loop, and load the parameters once
+constexpr int kMostSplitRows = kMostSplitBlocks / 2;
+constexpr int64_t kSplitStep = 32;           // vectors: slices are whole warps' loads
 constexpr int64_t kMostBlocks = 0x7fffffff;  // the hardware's limit, in whole clusters below
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -39,13 +41,16 @@ int vector_bytes(const Problem& problem) { return problem.aligned ? 16 : problem
 
 int64_t vectors_of(const Problem& problem) { return problem.width * problem.element_bytes / vector_bytes(problem); }
 
+bool fits(const Rule& rule, const Problem& problem, const Device& device) {
+  return rule.aligned == problem.aligned && vectors_of(problem) <= rule.most_vectors &&
+         device.compute >= rule.least_compute &&
+         (rule.least_sms_a_row == 0 || problem.rows <= device.multiprocessors / rule.least_sms_a_row) &&
+         (rule.spread != Spread::kSlices || (problem.may_split && problem.rows <= kMostSplitRows));
+}
+
 const Rule& rule_for(const Problem& problem, const Device& device) {
-  const int64_t vectors = vectors_of(problem);
   const Rule* found = kRules;
-  while (found->aligned != problem.aligned || vectors > found->most_vectors || device.compute < found->least_compute ||
-         (found->most_rows_a_sm != kAny && problem.rows > found->most_rows_a_sm * device.multiprocessors)) {
-    ++found;  // the last entry of each alignment takes anything
-  }
+  while (!fits(*found, problem, device)) ++found;  // the last entry of each alignment takes anything
   return *found;
 }
 
@@ -110,6 +115,18 @@ void spread_over_blocks(Launch& launch, Spread spread, const Problem& problem, c
   launch.lanes = launch.threads;
 }
 
+// A slice for each multiprocessor, as long as all its threads have something to do, and more where a thread would have
+// more than one batch of loads.
+void spread_over_slices(Launch& launch, const Problem& problem, const Device& device, int64_t vectors) {
+  launch.threads = launch.lanes = kSplitThreads;
+  const int64_t most = kMostSplitBlocks / problem.rows;
+  const int64_t filling = std::min(ceil_div(vectors, kSplitThreads), device.multiprocessors / problem.rows);
+  const int64_t wanted = std::max(ceil_div(vectors, kSplitThreads * kSplitUnroll), filling);
+  const int64_t slices = std::clamp<int64_t>(wanted, 1, most);
+  launch.slice_vectors = ceil_div(ceil_div(vectors, slices), kSplitStep) * kSplitStep;
+  launch.slices = static_cast<int>(ceil_div(vectors, launch.slice_vectors));
+}
+
 // Memory for the row where it stays in shared memory, and for the partial sums wherever more than a warp adds them.
 void claim_shared(Launch& launch, const Problem& problem, const Device& device, int64_t vectors) {
   if (launch.lanes > 32) launch.shared_bytes = kPartialBytes;
@@ -122,8 +139,10 @@ void claim_shared(Launch& launch, const Problem& problem, const Device& device, 
 
 Launch launch_by(const Rule& rule, const Problem& problem, const Device& device, int cluster_factor) {
   const int64_t vectors = vectors_of(problem);
-  Launch launch{rule.layout, 0, 0, 1, 0, 0, 0, rule.reason};
-  if (rule.spread == Spread::kLanes) {
+  Launch launch{rule.layout, 0, 0, 1, 0, 0, 0, 0, 0, rule.reason};
+  if (rule.spread == Spread::kSlices) {
+    spread_over_slices(launch, problem, device, vectors);
+  } else if (rule.spread == Spread::kLanes) {
     spread_over_lanes(launch, problem, device, vectors);
   } else {
     spread_over_blocks(launch, rule.spread, problem, device, vectors);
@@ -136,6 +155,10 @@ Launch launch_by(const Rule& rule, const Problem& problem, const Device& device,
     launch.lanes = launch.threads;
   }
   claim_shared(launch, problem, device, vectors);
+  if (launch.slices > 0) {
+    launch.blocks = problem.rows * launch.slices;
+    return launch;
+  }
   const int64_t groups = ceil_div(problem.rows, rows_a_block(launch));
   const int64_t waves = int64_t{device.multiprocessors} * (kResidentThreads / launch.threads) * kWavesOfBlocks;
   const int64_t most = std::min(std::max<int64_t>(waves, launch.cluster), kMostBlocks) / launch.cluster;
@@ -143,8 +166,13 @@ Launch launch_by(const Rule& rule, const Problem& problem, const Device& device,
   return launch;
 }
 
-Rule ruled(Layout layout, Spread spread, const char* reason) {
-  return Rule{true, kAny, kAny, 0, layout, spread, reason};
+Rule ruled(Layout layout, Spread spread, const char* reason) { return Rule{true, kAny, 0, 0, layout, spread, reason}; }
+
+bool splits(const Rule& rule) { return rule.spread == Spread::kSlices; }
+
+Problem unsplit(Problem problem) {
+  problem.may_split = false;
+  return problem;
 }
 
 }  // namespace
@@ -160,8 +188,12 @@ bool tactic_applies(const Problem& problem, const Device& device, Tactic tactic)
     case Tactic::kGathered:
       return rule.layout == Layout::kThin;
     case Tactic::kClustered:
-      return device.compute >= 90 && rule.spread != Spread::kLanes && vectors >= 1024 &&
+      return device.compute >= 90 && rule.spread != Spread::kLanes && !splits(rule) && vectors >= 1024 &&
              choose_launch(problem, device, Tactic::kTable).cluster < kMaxCluster;
+    case Tactic::kSplit:
+      return !splits(rule) && problem.may_split && problem.rows <= std::min(device.multiprocessors / 2, kMostSplitRows);
+    case Tactic::kWhole:
+      return splits(rule);
     default:
       return false;
   }
@@ -177,9 +209,18 @@ Launch choose_launch(const Problem& problem, const Device& device, Tactic tactic
     case Tactic::kGathered:
       return launch_by(ruled(Layout::kThick, vectors_of(problem) <= 128 ? Spread::kLanes : Spread::kBlock, reason),
                        problem, device, 1);
+    case Tactic::kSplit:
+      return launch_by(ruled(Layout::kSplit, Spread::kSlices, reason), problem, device, 1);
+    case Tactic::kWhole:
+      return launch_by(rule_for(unsplit(problem), device), problem, device, 1);
     default:
       return launch_by(rule, problem, device, 2);
   }
+}
+
+int64_t split_workspace(int64_t width) {
+  // By elements, the shorter rows that any entry splits are the unaligned ones.
+  return width < kSplitSingles ? 0 : int64_t{kMostSplitBlocks} * 4;
 }
 
 }  // namespace rmsnorm

@@ -20,6 +20,7 @@ struct Problem {
   int64_t width;      // elements
   int element_bytes;  // of x
   bool aligned;       // every row of every tensor starts at a multiple of 16 bytes and is made of whole 16-byte vectors
+  bool may_split;     // there is a workspace, and with a residual a place for the sum
 };
 
 struct Launch {
@@ -29,6 +30,8 @@ struct Launch {
   int cluster;  // blocks that share a row
   int kept;     // vectors a thread keeps in shared memory
   int shared_bytes;
+  int slices;  // of a row, in the kSplit layouts
+  int64_t slice_vectors;
   int64_t blocks;
   const char* reason;  // why, in the launch table's words
 };
@@ -39,13 +42,18 @@ enum class Tactic : int {
   kSpread = 2,     // one vector a thread, a block a row
   kGathered = 3,   // as many vectors a thread as the registers hold, as few threads as that takes
   kClustered = 4,  // twice the blocks a row that the table takes
+  kSplit = 5,      // few rows split over independent blocks
+  kWhole = 6,      // no row split over independent blocks
 };
-constexpr int kTactics = 4;
+constexpr int kTactics = 6;
 
 // False where the tactic would not differ from the table's choice, or the device or the row forbids it.
 bool tactic_applies(const Problem& problem, const Device& device, Tactic tactic);
 
 // A tactic that does not apply is taken for kTable: any problem can be launched with any tactic.
 Launch choose_launch(const Problem& problem, const Device& device, Tactic tactic);
+
+// The workspace with which rows of this width may split on any device; 0 where none would.
+int64_t split_workspace(int64_t width);
 
 }  // namespace rmsnorm

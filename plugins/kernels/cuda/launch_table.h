@@ -4,10 +4,11 @@
 // and the time is the latency of one row; above it, bandwidth decides, and what counts is bytes in flight (a
 // multiprocessor of an H200 needs about 30 KB of them) and few barriers.
 //
-// Why no entry splits a row over independent blocks: it takes either a second kernel or a wait for other blocks, and a
-// workspace that nobody has given us (allocating is not ours to do). From sm_90 a cluster does the same in one launch
-// with x read once. Before it, a row that fills no cluster-less card is one of more than 64 KB with fewer rows than
-// multiprocessors: one block streams it at its multiprocessor's share of the bandwidth, as every library does today.
+// A split over independent blocks ("slices") is two kernels with a workspace between them, of which the second reads x
+// again, from the second-level cache as long as the rows fit there. It costs a second launch, about a microsecond (less
+// from sm_90, where it starts early), and one more trip to memory. A block or cluster goes through a long row in steps
+// of a trip each, so that a split pays from about four steps on, where at least four times as many multiprocessors
+// take part. Without a workspace from the caller its entries do not count.
 #pragma once
 
 #include <stdint.h>
@@ -21,6 +22,7 @@ enum class Spread {
   kBlock,          // the fewest warps that hold the row; one row a block
   kCluster,        // the fewest blocks that hold the row
   kClusterToFill,  // as many blocks as there are idle multiprocessors, as long as each has kFillVectors
+  kSlices,         // independent blocks a row, as many as there are idle multiprocessors
 };
 
 constexpr int64_t kAny = INT64_MAX;
@@ -29,8 +31,8 @@ constexpr int kFillVectors =
 
 struct Rule {
   bool aligned;
-  int64_t most_vectors;    // in a row: 16 bytes each where aligned, else single elements
-  int64_t most_rows_a_sm;  // rows <= this many times the multiprocessors
+  int64_t most_vectors;  // in a row: 16 bytes each where aligned, else single elements
+  int least_sms_a_row;   // rows times this are no more than the multiprocessors; 0: any number of rows
   int least_compute;
   Layout layout;
   Spread spread;
@@ -39,33 +41,54 @@ struct Rule {
 
 constexpr int64_t kThickBlock = int64_t{kMaxThreads} * kThickVectors;     // 32 KB: what the registers of a block hold
 constexpr int64_t kSingleBlock = int64_t{kMaxThreads} * kSingleElements;  // the same, element by element
+// Where a split pays: four steps of one block, or two of a cluster, whose steps are those of eight multiprocessors.
+constexpr int64_t kSplitVectors = 4 * kThickBlock;
+constexpr int64_t kSplitSingles = 4 * kSingleBlock;
+constexpr int64_t kClusterSplitVectors = 2 * kMaxCluster * kThickBlock;
+constexpr int64_t kClusterSplitSingles = 2 * kMaxCluster * kSingleBlock;
 
 constexpr Rule kRules[] = {
-    {true, 32, kAny, 0, Layout::kMany, Spread::kLanes,
+    {true, 32, 0, 0, Layout::kMany, Spread::kLanes,
      "narrow: a row fits in some lanes of a warp; four rows a thread keep 64 bytes in flight, and their shuffles "
      "overlap"},
     {true, 512, 1, 0, Layout::kThin, Spread::kBlock,
      "few rows: latency decides; all loads of a row are issued at once, one a thread"},
-    {true, 128, kAny, 0, Layout::kThick, Spread::kLanes,
+    {true, 128, 0, 0, Layout::kThick, Spread::kLanes,
      "a row fits in one warp's registers: no barrier, and 64 bytes a thread in flight"},
-    {true, kThickBlock - 1, kAny, 0, Layout::kThick, Spread::kBlock,
+    {true, kThickBlock - 1, 0, 0, Layout::kThick, Spread::kBlock,
      "a row fits in one block's registers: one barrier a row, several blocks a multiprocessor hide it"},
-    {true, int64_t{kMaxCluster} * kThickBlock, 1, 90, Layout::kThick, Spread::kClusterToFill,
+    {true, kMaxCluster * kThickBlock, 1, 90, Layout::kThick, Spread::kClusterToFill,
      "few long rows: a cluster brings the idle multiprocessors in, and the row stays in registers"},
-    {true, kThickBlock, kAny, 0, Layout::kThick, Spread::kBlock, "the row just fills one block's registers"},
-    {true, int64_t{kMaxCluster} * kThickBlock, kAny, 90, Layout::kThick, Spread::kCluster,
+    {true, kThickBlock, 0, 0, Layout::kThick, Spread::kBlock, "the row just fills one block's registers"},
+    {true, kMaxCluster * kThickBlock, 0, 90, Layout::kThick, Spread::kCluster,
      "longer than a block's registers: the fewest blocks of a cluster whose registers hold it"},
-    {true, kAny, kAny, 90, Layout::kLong, Spread::kCluster,
+    {true, kClusterSplitVectors - 1, 0, 90, Layout::kLong, Spread::kCluster,
+     "longer than a cluster's registers, and too short for a second launch to pay: its shared memory holds it"},
+    {true, kAny, 16, 90, Layout::kSplit, Spread::kSlices,
+     "few rows of 512 KB or more: even clusters would leave half of the multiprocessors idle"},
+    {true, kAny, 0, 90, Layout::kLong, Spread::kCluster,
      "longer than a cluster's registers: the cluster's shared memory holds up to 1.7 MB of it"},
-    {true, kAny, kAny, 0, Layout::kLong, Spread::kBlock,
+    {true, kSplitVectors - 1, 0, 0, Layout::kLong, Spread::kBlock,
+     "no clusters, and too short for a second launch to pay: one block's shared memory holds what it can"},
+    {true, kAny, 4, 0, Layout::kSplit, Spread::kSlices,
+     "no clusters, and few rows of 128 KB or more: a block a row would leave most multiprocessors idle"},
+    {true, kAny, 0, 0, Layout::kLong, Spread::kBlock,
      "no clusters: one block's shared memory holds what it can, the rest is read twice"},
-    {false, 256, kAny, 0, Layout::kSingle, Spread::kLanes,
+    {false, 256, 0, 0, Layout::kSingle, Spread::kLanes,
      "unaligned and narrow: element by element, neighbouring lanes on neighbouring elements"},
-    {false, kSingleBlock, kAny, 0, Layout::kSingle, Spread::kBlock, "unaligned: a block's registers hold the row"},
-    {false, int64_t{kMaxCluster} * kSingleBlock, kAny, 90, Layout::kSingle, Spread::kCluster,
+    {false, kSingleBlock, 0, 0, Layout::kSingle, Spread::kBlock, "unaligned: a block's registers hold the row"},
+    {false, kMaxCluster * kSingleBlock, 0, 90, Layout::kSingle, Spread::kCluster,
      "unaligned and long: the fewest blocks of a cluster whose registers hold it"},
-    {false, kAny, kAny, 90, Layout::kLongSingle, Spread::kCluster, "unaligned, longer than a cluster's registers"},
-    {false, kAny, kAny, 0, Layout::kLongSingle, Spread::kBlock, "unaligned and long, on a card without clusters"},
+    {false, kClusterSplitSingles - 1, 0, 90, Layout::kLongSingle, Spread::kCluster,
+     "unaligned, longer than a cluster's registers, and too short for a second launch to pay"},
+    {false, kAny, 16, 90, Layout::kSplitSingle, Spread::kSlices,
+     "unaligned, few and long: even clusters would leave half of the multiprocessors idle"},
+    {false, kAny, 0, 90, Layout::kLongSingle, Spread::kCluster, "unaligned, longer than a cluster's registers"},
+    {false, kSplitSingles - 1, 0, 0, Layout::kLongSingle, Spread::kBlock,
+     "unaligned, no clusters, and too short for a second launch to pay"},
+    {false, kAny, 4, 0, Layout::kSplitSingle, Spread::kSlices,
+     "unaligned, few and long, no clusters: a block a row would leave most multiprocessors idle"},
+    {false, kAny, 0, 0, Layout::kLongSingle, Spread::kBlock, "unaligned and long, on a card without clusters"},
 };
 
 }  // namespace rmsnorm

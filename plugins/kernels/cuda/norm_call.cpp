@@ -24,22 +24,26 @@ bool all_aligned(const rmsnorm_args& args) {
          parameter_aligned(args.scale, args.scale_count) && parameter_aligned(args.bias, args.bias_count);
 }
 
+bool may_split(const rmsnorm_args& args) {
+  const int64_t wanted = split_workspace(args.width);
+  return wanted > 0 && args.workspace != nullptr && args.workspace_bytes >= wanted &&
+         reinterpret_cast<uintptr_t>(args.workspace) % 4 == 0 && (args.skip == nullptr || args.sum != nullptr);
+}
+
 int shift_of(int lanes) {
   int shift = 0;
   while ((1 << shift) < lanes) ++shift;
   return shift;
 }
 
-}  // namespace
-
-Problem problem_of(const rmsnorm_args& args) {
-  return Problem{args.rows, args.width, bytes_of(args.x_dtype), all_aligned(args)};
-}
-
 KernelChoice choice_of(const rmsnorm_args& args, Layout layout) {
   const bool has_params = args.scale != nullptr || args.bias != nullptr;
-  return KernelChoice{layout, has_params && args.param_dtype == RMSNORM_F32, args.scale_order == RMSNORM_BEFORE_CAST,
-                      args.bias != nullptr, args.skip != nullptr};
+  return KernelChoice{layout,
+                      has_params && args.param_dtype == RMSNORM_F32,
+                      args.scale_order == RMSNORM_BEFORE_CAST,
+                      args.bias != nullptr,
+                      args.skip != nullptr,
+                      false};
 }
 
 KernelArgs kernel_args_of(const rmsnorm_args& args, const Problem& problem, const Launch& launch) {
@@ -69,12 +73,14 @@ KernelArgs kernel_args_of(const rmsnorm_args& args, const Problem& problem, cons
   out.cluster = launch.cluster;
   out.cluster_shift = shift_of(launch.cluster);
   out.kept = launch.kept;
+  out.partials = static_cast<char*>(args.workspace);
+  out.slices = launch.slices;
+  out.slice_vectors = launch.slice_vectors;
   return out;
 }
 
-Kernel select_kernel(const rmsnorm_args& args, Layout layout) {
-  const KernelChoice choice = choice_of(args, layout);
-  switch (args.x_dtype) {
+Kernel select_kernel(int32_t x_dtype, const KernelChoice& choice) {
+  switch (x_dtype) {
     case RMSNORM_F32:
       return select_f32(choice);
     case RMSNORM_F16:
@@ -86,4 +92,29 @@ Kernel select_kernel(const rmsnorm_args& args, Layout layout) {
   }
 }
 
+}  // namespace
+
+Problem problem_of(const rmsnorm_args& args) {
+  return Problem{args.rows, args.width, bytes_of(args.x_dtype), all_aligned(args), may_split(args)};
+}
+
+Steps steps_of(const rmsnorm_args& args, const Problem& problem, const Launch& launch) {
+  const KernelChoice choice = choice_of(args, launch.layout);
+  const KernelArgs all = kernel_args_of(args, problem, launch);
+  const Step whole{select_kernel(args.x_dtype, choice), all};
+  if (launch.slices == 0) return Steps{1, {whole, {}}};
+  KernelChoice first = choice;
+  first.squares = true;
+  Step finish = whole;
+  if (args.skip != nullptr) {
+    finish.args.x = all.sum;
+    finish.args.x_step = all.sum_step;
+  }
+  return Steps{2, {{select_kernel(args.x_dtype, first), all}, finish}};
+}
+
 }  // namespace rmsnorm
+
+extern "C" int64_t rmsnorm_cuda_workspace_bytes(const rmsnorm_args* args) {
+  return args == nullptr ? 0 : rmsnorm::split_workspace(args->width);
+}

@@ -8,8 +8,19 @@
 namespace rmsnorm {
 
 Problem problem_of(const rmsnorm_args& args);
-KernelChoice choice_of(const rmsnorm_args& args, Layout layout);
-KernelArgs kernel_args_of(const rmsnorm_args& args, const Problem& problem, const Launch& launch);
-Kernel select_kernel(const rmsnorm_args& args, Layout layout);
+
+// One kernel of a launch, on the launch's grid.
+struct Step {
+  Kernel kernel;
+  KernelArgs args;
+};
+
+// The kernels to queue one after the other.
+struct Steps {
+  int count;
+  Step step[2];
+};
+
+Steps steps_of(const rmsnorm_args& args, const Problem& problem, const Launch& launch);
 
 }  // namespace rmsnorm

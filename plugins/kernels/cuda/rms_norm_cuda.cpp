@@ -33,6 +33,34 @@ rmsnorm_status refused() {
   return RMSNORM_DEVICE_ERROR;
 }
 
+rmsnorm_status queue(const Step& step, const Launch& launch, const Device& device, cudaStream_t stream) {
+  const void* const kernel = reinterpret_cast<const void*>(step.kernel);
+  if (launch.shared_bytes > kFreeSharedBytes &&
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared_bytes) != cudaSuccess) {
+    return refused();
+  }
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(launch.blocks));
+  config.blockDim = dim3(static_cast<unsigned>(launch.threads));
+  config.dynamicSmemBytes = static_cast<size_t>(launch.shared_bytes);
+  config.stream = stream;
+  config.attrs = attributes;
+  if (device.compute >= 90) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (launch.cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs].val.clusterDim.x = static_cast<unsigned>(launch.cluster);
+    attributes[config.numAttrs].val.clusterDim.y = 1;
+    attributes[config.numAttrs++].val.clusterDim.z = 1;
+  }
+  KernelArgs args = step.args;
+  void* parameters[] = {&args};
+  return cudaLaunchKernelExC(&config, kernel, parameters) == cudaSuccess ? RMSNORM_OK : refused();
+}
+
 }  // namespace
 
 bool current_device(Device* device) {
@@ -67,32 +95,12 @@ rmsnorm_status run_on_cuda(const rmsnorm_args& args, void* stream, Tactic tactic
 
   const Problem problem = problem_of(args);
   const Launch launch = choose_launch(problem, device, tactic);
-  const void* const kernel = reinterpret_cast<const void*>(select_kernel(args, launch.layout));
-  KernelArgs kernel_args = kernel_args_of(args, problem, launch);
-  if (launch.shared_bytes > kFreeSharedBytes &&
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared_bytes) != cudaSuccess) {
-    return refused();
+  const Steps steps = steps_of(args, problem, launch);
+  rmsnorm_status status = RMSNORM_OK;
+  for (int i = 0; i < steps.count && status == RMSNORM_OK; ++i) {
+    status = queue(steps.step[i], launch, device, static_cast<cudaStream_t>(stream));
   }
-
-  cudaLaunchAttribute attributes[2];
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(launch.blocks));
-  config.blockDim = dim3(static_cast<unsigned>(launch.threads));
-  config.dynamicSmemBytes = static_cast<size_t>(launch.shared_bytes);
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = attributes;
-  if (device.compute >= 90) {
-    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (launch.cluster > 1) {
-    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-    attributes[config.numAttrs].val.clusterDim.x = static_cast<unsigned>(launch.cluster);
-    attributes[config.numAttrs].val.clusterDim.y = 1;
-    attributes[config.numAttrs++].val.clusterDim.z = 1;
-  }
-  void* parameters[] = {&kernel_args};
-  return cudaLaunchKernelExC(&config, kernel, parameters) == cudaSuccess ? RMSNORM_OK : refused();
+  return status;
 }
 
 }  // namespace rmsnorm

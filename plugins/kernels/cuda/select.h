@@ -13,6 +13,7 @@ struct KernelChoice {
   bool before_cast;
   bool bias;
   bool skip;
+  bool squares;  // of the kSplit layouts' two kernels, the first
 };
 
 Kernel select_f32(const KernelChoice& choice);

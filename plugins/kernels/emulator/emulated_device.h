@@ -14,8 +14,8 @@
 
 namespace rmsnorm {
 
-enum class Site { kX, kSkip, kScale, kBias, kY, kSum, kXAgain, kSkipAgain };
-constexpr int kSites = 8;
+enum class Site { kX, kSkip, kScale, kBias, kY, kSum, kXAgain, kSkipAgain, kPartials };
+constexpr int kSites = 9;
 
 template <int BYTES>
 struct Bits {

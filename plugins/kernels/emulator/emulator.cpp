@@ -16,6 +16,7 @@ void describe(const rmsnorm::Launch& launch, rmsnorm_emulated_report* report) {
   report->kept = launch.kept;
   report->shared_bytes = launch.shared_bytes;
   report->blocks = launch.blocks;
+  report->slices = launch.slices;
   std::snprintf(report->reason, sizeof(report->reason), "%s", launch.reason);
 }
 
@@ -37,7 +38,10 @@ extern "C" rmsnorm_status rmsnorm_emulate(const rmsnorm_args* args, const rmsnor
   report->tactic_applies = rmsnorm::tactic_applies(problem, emulated, tactic) ? 1 : 0;
   if (buffers == nullptr) return RMSNORM_OK;
   rmsnorm::emulator::Machine machine(buffers, buffer_count, report);
-  machine.run(rmsnorm::select_kernel(*args, launch.layout), rmsnorm::kernel_args_of(*args, problem, launch),
-              launch.blocks, launch.threads, launch.cluster, launch.shared_bytes);
+  const rmsnorm::Steps steps = rmsnorm::steps_of(*args, problem, launch);
+  for (int i = 0; i < steps.count; ++i) {
+    machine.run(steps.step[i].kernel, steps.step[i].args, launch.blocks, launch.threads, launch.cluster,
+                launch.shared_bytes);
+  }
   return RMSNORM_OK;
 }

@@ -23,7 +23,7 @@ typedef struct rmsnorm_emulated_device {
   int32_t tactic;       /* 1: the launch table's choice; see launch.h */
 } rmsnorm_emulated_device;
 
-/* Counted for each of: x, skip, scale, bias, y, sum, x again, skip again. */
+/* Counted for each of: x, skip, scale, bias, y, sum, x again, skip again, partial sums. */
 typedef struct rmsnorm_emulated_traffic {
   int64_t bytes;
   int64_t requests;      /* instructions of a warp */
@@ -32,7 +32,7 @@ typedef struct rmsnorm_emulated_traffic {
 } rmsnorm_emulated_traffic;
 
 typedef struct rmsnorm_emulated_report {
-  rmsnorm_emulated_traffic traffic[8];
+  rmsnorm_emulated_traffic traffic[9];
   int64_t barriers; /* passed by blocks, those of clusters included */
   int64_t blocks;
   int32_t layout;
@@ -42,7 +42,7 @@ typedef struct rmsnorm_emulated_report {
   int32_t kept;
   int32_t shared_bytes;
   int32_t tactic_applies;
-  int32_t reserved;
+  int32_t slices; /* of a row, where it is split over independent blocks */
   char reason[192];
   char fault[256]; /* the first thing that a device would not forgive; empty where there is none */
 } rmsnorm_emulated_report;

@@ -7,7 +7,9 @@ namespace rmsnorm::emulator {
 namespace {
 
 constexpr uintptr_t kSector = 32;
-const char* const kSiteNames[kSites] = {"x", "skip", "scale", "bias", "y", "sum", "x again", "skip again"};
+constexpr uint32_t kManyReaders = UINT32_MAX;
+const char* const kSiteNames[kSites] = {"x",   "skip",    "scale",      "bias",        "y",
+                                        "sum", "x again", "skip again", "partial sums"};
 
 // True where `before` is known to have happened: some barrier lies between the two.
 bool ordered(const SharedAccess& before, const Progress& now, bool same_block) {
@@ -42,6 +44,7 @@ void Machine::global(const char* at, int bytes, bool write, Site site, bool* all
   });
   if (found == end) return fault(name + ": out of bounds");
   *allowed = true;
+  if (found->writable) note_global(*found, address, bytes, write);
 
   Thread& self = thread();
   std::vector<Request>& requests = warps_[static_cast<size_t>(self.warp)].requests[index];
@@ -52,6 +55,32 @@ void Machine::global(const char* at, int bytes, bool write, Site site, bool* all
   const uintptr_t sector = address / kSector;
   if (std::find(request.sectors.rbegin(), request.sectors.rend(), sector) == request.sectors.rend()) {
     request.sectors.push_back(sector);
+  }
+}
+
+void Machine::note_global(const rmsnorm_emulated_buffer& buffer, uintptr_t address, int bytes, bool write) {
+  constexpr uintptr_t kGranule = 2;
+  const Coordinates& at = thread().coordinates;
+  const uint32_t self = 1 + at.block.x * at.block_size.x + at.thread.x;
+  GlobalShadow& shadow = shadows_[static_cast<size_t>(&buffer - buffers_)];
+  if (!shadow.reader) {
+    const auto count = static_cast<size_t>(buffer.bytes) / kGranule + 1;
+    // Zeros that take memory only where they are touched: a buffer may span gigabytes for the sake of its addresses.
+    shadow.reader.reset(static_cast<uint32_t*>(std::calloc(count, sizeof(uint32_t))));
+    shadow.writer.reset(static_cast<uint32_t*>(std::calloc(count, sizeof(uint32_t))));
+    if (!shadow.reader || !shadow.writer) return fault("the emulator is out of memory");
+  }
+  const uintptr_t first = (address - reinterpret_cast<uintptr_t>(buffer.base)) / kGranule;
+  for (uintptr_t i = first; i < first + (static_cast<uintptr_t>(bytes) + kGranule - 1) / kGranule; ++i) {
+    uint32_t& reader = shadow.reader[i];
+    uint32_t& writer = shadow.writer[i];
+    if (writer != 0 && writer != self) fault("race in global memory with a store");
+    if (write && reader != 0 && reader != self) fault("race in global memory with a load");
+    if (write) {
+      writer = self;
+    } else {
+      reader = reader == 0 || reader == self ? self : kManyReaders;
+    }
   }
 }
 
@@ -237,6 +266,7 @@ void Machine::run(Kernel kernel, const KernelArgs& args, int64_t blocks, int thr
     block.shared.resize(static_cast<size_t>(shared_bytes));
     block.shadows.resize(static_cast<size_t>(shared_bytes + 3) / 4);
   }
+  shadows_ = std::vector<GlobalShadow>(static_cast<size_t>(buffer_count_));
   machine = this;
   for (int64_t first = 0; first < blocks && report_->fault[0] == '\0'; first += cluster) run_cluster(first);
   machine = nullptr;

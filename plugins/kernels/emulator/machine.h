@@ -3,6 +3,8 @@
 
 #include <stdint.h>
 
+#include <cstdlib>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -31,6 +33,16 @@ struct SharedAccess {
 struct Shadow {
   SharedAccess write;
   std::vector<SharedAccess> reads;
+};
+
+// Who read and who wrote each two bytes of a writable buffer in one launch: 1 + the thread's number in the grid, 0 for
+// nobody. No kernel hands anything from one thread to another by way of global memory, so two of them are a race.
+struct GlobalShadow {
+  struct Free {
+    void operator()(uint32_t* memory) const { std::free(memory); }
+  };
+  std::unique_ptr<uint32_t[], Free> reader;
+  std::unique_ptr<uint32_t[], Free> writer;
 };
 
 struct Request {
@@ -85,11 +97,13 @@ class Machine {
   void wait(const int* counter);
   void fault(const std::string& what);
   void note_shared(Block& block, int owner, int offset, int bytes, bool write);
+  void note_global(const rmsnorm_emulated_buffer& buffer, uintptr_t address, int bytes, bool write);
   void tally();
 
   const rmsnorm_emulated_buffer* buffers_;
   int buffer_count_;
   rmsnorm_emulated_report* report_;
+  std::vector<GlobalShadow> shadows_;  // one a buffer
   Fibers fibers_;
   Kernel kernel_ = nullptr;
   KernelArgs args_{};
