@@ -11,7 +11,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
 import tensorrt_rtx as trt  # noqa: E402
 
-from rmsnorm_deploy.engine.shim import ensure_rtx_library  # noqa: E402
+from rmsnorm_deploy.runtime.rtx_library import ensure_rtx_library  # noqa: E402
 
 
 class Log(trt.ILogger):

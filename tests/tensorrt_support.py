@@ -18,6 +18,7 @@ import pytest
 from onnx import helper
 
 from rmsnorm_deploy import native, opset
+from rmsnorm_deploy.bundle import sha256
 
 ROOT = Path(__file__).resolve().parent.parent
 HAS_RTX = importlib.util.find_spec("tensorrt_rtx") is not None
@@ -49,6 +50,7 @@ def norm_model(
     shape: tuple[Any, ...] = ("batch", "seq", 64),
     scale_shape: tuple[int, ...] | None = None,
     with_function: bool = True,
+    version: int = 18,
     **attributes: Any,
 ) -> onnx.ModelProto:
     """A model of one op, with dynamic leading axes; ``attributes`` override what the name implies."""
@@ -73,10 +75,10 @@ def norm_model(
         outputs.append(helper.make_tensor_value_info("sum", int(x), list(shape)))
     node = helper.make_node(name, names + parameters, [o.name for o in outputs], "norm", domain=opset.DOMAIN, **given)
     signature = opset.Signature(x, scale, int(given.get("axis", -1)))
-    body = ir.to_proto(opset.function_body(variant, frozenset([signature]), 18))
+    body = ir.to_proto(opset.function_body(variant, frozenset([signature]), version))
     return helper.make_model(
         helper.make_graph([node], "one_norm", inputs, outputs, constants),
-        opset_imports=[helper.make_opsetid("", 18), helper.make_opsetid(opset.DOMAIN, 1)],
+        opset_imports=[helper.make_opsetid("", version), helper.make_opsetid(opset.DOMAIN, 1)],
         functions=[body] if with_function else [],
         ir_version=10,
     )
@@ -131,6 +133,7 @@ def bundle_of(model: onnx.ModelProto, folder: Path) -> Path:
     manifest = {
         "format": 1,
         "precision": "keep",
+        "opset": next(item.version for item in model.opset_import if item.domain == ""),
         "signature": {
             "parameters": [item["name"] for item in inputs],
             "inputs": inputs,
@@ -140,7 +143,7 @@ def bundle_of(model: onnx.ModelProto, folder: Path) -> Path:
         "dims": {name: {"example": 4, "min": 0, "max": 16} for name in sorted(names)},
         "norms": norms,
         "left": [],
-        "files": {},
+        "files": {"model.onnx": {"sha256": sha256(folder / "model.onnx")}},
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder

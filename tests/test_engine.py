@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,17 @@ from rmsnorm_deploy.engine import EngineOptions, build_engines
 from rmsnorm_deploy.engine import build as engine_build
 from rmsnorm_deploy.engine.cli import main
 from rmsnorm_deploy.engine.dims import evaluate
+from rmsnorm_deploy.engine.precision import check_precision
 from rmsnorm_deploy.engine.profiles import default_profile, describe, parse_profile
 from rmsnorm_deploy.engine.request import BuildRequest
-from rmsnorm_deploy.runtime.engines import choose_engine, read_engines
+from rmsnorm_deploy.runtime.engines import (
+    EngineRecord,
+    as_metadata,
+    checked_bytes,
+    choose_engine,
+    model_identity,
+    read_engines,
+)
 from rmsnorm_deploy.runtime.profiles import ShapeRange
 
 rtx = pytest.mark.skipif(not support.HAS_RTX, reason=support.NO_RTX)
@@ -112,6 +122,7 @@ def test_both_variants_are_built_for_all_cards_and_described(bundle: Path) -> No
     assert plugin["plugin_sha256"] == hashlib.sha256(library.read_bytes()).hexdigest()
     assert plugin["sha256"] == hashlib.sha256(records[0].path.read_bytes()).hexdigest()
     assert plugin["milliseconds"] is None
+    assert plugin["precision"] == "fp16"
     assert records[0].inputs == {"x": "float16", "skip": "float16"}
     assert records[0].outputs == {"y": "float16", "sum": "float16"}
     assert records[0].profiles[0]["x"] == ShapeRange((1, 1, 64), (4, 4, 64), (16, 16, 64))
@@ -179,6 +190,11 @@ def test_float64_is_refused_by_name(tmp_path: Path) -> None:
         (["--sm", "90"], 2, "--sm 90: tensorrt-rtx builds for 75, 80, 86"),
         (["--sm", "many"], 2, "numbers such as 80,89"),
         (["--sm", "89", "--profile", "z=1x1x64"], 2, "no input 'z'"),
+        (
+            ["--sm", "89", "--precision", "bf16"],
+            2,
+            "is fp16, and engines run in its dtypes: export the model again with",
+        ),
         (["--sm", "89", "--plugin-library", "/nowhere.so"], 2, "no plugin library /nowhere.so"),
         (["--sm", "89", "--timing-cache", "cache"], 2, "no timing cache"),
     ],
@@ -216,9 +232,138 @@ def test_without_a_gpu_tensorrt_says_what_it_needs(bundle: Path, monkeypatch: py
 def test_an_abort_in_the_library_is_an_error_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tensorrt.py").write_text("import os, sys\nprint('out of luck', file=sys.stderr)\nos.abort()\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    request = BuildRequest("m.onnx", "e", str(tmp_path / "answer.json"), "tensorrt", [], [], None, [])
+    request = BuildRequest("m.onnx", "e", str(tmp_path / "answer.json"), "tensorrt", [], [], None, [], 18)
     with pytest.raises(errors.InputError, match=r"tensorrt ended by SIGABRT while it built m.onnx: "):
         engine_build._run(request, tmp_path)
+
+
+def test_an_engine_is_vouched_for_by_its_own_bundle_alone(tmp_path: Path) -> None:
+    # Two bundles of the same tensors: nothing but the hashes tells their engines apart.
+    bundles = [support.bundle_of(support.norm_model(name), tmp_path / name) for name in ("RMSNorm", "RMSNorm_clamp")]
+    manifests = [open_bundle(bundle).manifest for bundle in bundles]
+    records = []
+    for bundle, manifest in zip(bundles, manifests, strict=True):
+        path = bundle / "engines" / "e.engine"
+        path.parent.mkdir()
+        path.write_bytes(bundle.name.encode())
+        records.append(engine_record(path, manifest))
+        assert checked_bytes(records[-1], manifest) == bundle.name.encode()
+    for bundle in bundles:
+        path = bundle / "engines" / "e.json"
+        path.write_text(
+            json.dumps(as_metadata(engine_record(path.with_suffix(".engine"), open_bundle(bundle).manifest)))
+        )
+    shutil.copy(records[0].path, records[1].path)
+    (swapped,) = read_engines(bundles[1] / "engines")
+    with pytest.raises(errors.InputError, match=r"RMSNorm_clamp/engines/e\.engine is damaged, or not the engine that"):
+        checked_bytes(swapped, manifests[1])
+    shutil.copy(bundles[0] / "engines" / "e.json", bundles[1] / "engines" / "e.json")
+    (swapped,) = read_engines(bundles[1] / "engines")
+    with pytest.raises(errors.InputError, match=r"RMSNorm_clamp/engines/e\.engine was built from another model"):
+        checked_bytes(swapped, manifests[1])
+
+
+def engine_record(path: Path, manifest: dict[str, Any]) -> EngineRecord:
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    rest: Any = {"runtime": "tensorrt", "runtime_version": "10.14.1", "version_compatible": False, "sm": (89,)}
+    rest |= {"precision": "fp16", "plugin": None, "profiles": (), "inputs": {}, "outputs": {}, "milliseconds": None}
+    return EngineRecord(path.stem, path, digest, model_identity(manifest), **rest)
+
+
+# ---- precision
+
+
+@pytest.mark.parametrize(("x", "name"), [(support.FLOAT, "fp32"), (support.HALF, "fp16"), (support.BFLOAT, "bf16")])
+def test_a_bundle_exported_as_it_was_has_the_precision_that_it_runs_in(x: Any, name: str, tmp_path: Path) -> None:
+    opened = open_bundle(support.bundle_of(support.norm_model("RMSNorm", x, support.FLOAT), tmp_path / "b"))
+    opened.manifest["signature"]["outputs"] = []
+    assert check_precision(opened, "keep") == name
+    assert check_precision(opened, name) == name
+    opened.manifest["precision"] = "bf16"
+    assert check_precision(opened, "keep") == "bf16"
+
+
+def test_a_half_model_with_float32_norms_and_logits_is_half(tmp_path: Path) -> None:
+    model = support.norm_model("RMSNorm", support.FLOAT, support.FLOAT)
+    model.graph.initializer.append(onnx.helper.make_tensor("embedding", 10, [2, 3], [0.0] * 6))
+    assert check_precision(open_bundle(support.bundle_of(model, tmp_path / "b")), "keep") == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("source", "cure"),
+    [
+        (
+            {"kind": "module", "path": "my models/net.pt", "recipe": "net.py"},
+            "python -m rmsnorm_deploy.export 'my models/net.pt' --precision fp32 --out b-fp32.bundle --recipe net.py",
+        ),
+        (
+            {"kind": "module", "path": "net.py", "recipe": "net.py"},
+            "python -m rmsnorm_deploy.export net.py --precision fp32 --out b-fp32.bundle",
+        ),
+        ({"kind": "module", "path": None}, 'export_model(..., precision="fp32")'),
+        ({"kind": "onnx", "path": "net.onnx"}, "onnx has its dtypes built in"),
+    ],
+)
+def test_another_precision_is_refused_with_the_command_that_makes_it(
+    bundle: Path, source: dict[str, Any], cure: str
+) -> None:
+    path = bundle / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"source": source}))
+    with pytest.raises(errors.InputError) as caught:
+        build_engines(bundle, EngineOptions("tensorrt-rtx", (89,), precision="fp32"))
+    assert str(caught.value).startswith(f"--precision fp32: {bundle} is fp16")
+    assert str(caught.value).endswith(cure)
+
+
+def test_the_command_that_a_refusal_names_is_one_that_the_export_takes(bundle: Path) -> None:
+    from rmsnorm_deploy.export.cli import parser
+
+    opened = open_bundle(bundle)
+    opened.manifest["source"] = {"kind": "module", "path": "net.pt", "recipe": "net.py"}
+    with pytest.raises(errors.InputError) as caught:
+        check_precision(opened, "bf16")
+    words = shlex.split(str(caught.value))
+    options = parser().parse_args(words[words.index("rmsnorm_deploy.export") + 1 :])
+    assert (str(options.model), options.precision, str(options.recipe)) == ("net.pt", "bf16", "net.py")
+
+
+# ---- opset 23
+
+
+def attention_model(heads: int = 4, size: int = 16) -> onnx.ModelProto:
+    """A norm in front of the op Attention, in float32, for which TensorRT has no fused kernel."""
+    model = support.norm_model("RMSNorm", support.FLOAT, support.FLOAT, ("batch", heads, "seq", size), version=23)
+    model.graph.node.append(onnx.helper.make_node("Neg", ["y"], ["keys"], "keys"))  # TensorRT-RTX 1.7 takes no q = k
+    output = onnx.helper.make_tensor_value_info("out", 1, ["batch", heads, "seq", size])
+    model.graph.node.append(
+        onnx.helper.make_node("Attention", ["y", "keys", "keys"], ["out"], "attention", is_causal=1)
+    )
+    del model.graph.output[:]
+    model.graph.output.append(output)
+    return model
+
+
+@rtx
+def test_attention_without_a_fused_kernel_is_taken_apart(tmp_path: Path) -> None:
+    bundle = support.bundle_of(attention_model(), tmp_path / "b")
+    options = EngineOptions("tensorrt-rtx", (89,), plugin_library=support.plugin_library())
+    records = build_engines(bundle, options)
+    assert [record.plugin for record in records] == ["embedded", None]
+
+
+@rtx
+@pytest.mark.parametrize(("version", "hinted"), [(23, True), (18, False)])
+def test_what_opset_23_brought_and_tensorrt_lacks_is_refused_with_a_hint(
+    version: int, hinted: bool, tmp_path: Path
+) -> None:
+    model = support.norm_model("RMSNorm", support.FLOAT, support.FLOAT, version=version)
+    model.graph.node.append(onnx.helper.make_node("StringNormalizer", ["y"], ["z"], "strings"))
+    model.graph.output.append(onnx.helper.make_tensor_value_info("z", 1, None))
+    bundle = support.bundle_of(model, tmp_path / "b")
+    with pytest.raises(errors.InputError, match="StringNormalizer") as caught:
+        build_engines(bundle, EngineOptions("tensorrt-rtx", (89,), plugin="never"))
+    assert str(caught.value).endswith("the bundle is of opset 23; try one exported with --opset 18") == hinted
+    assert "\n" not in str(caught.value)
 
 
 # ---- whole models

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import threading
 import types
@@ -24,6 +25,7 @@ from rmsnorm_deploy.runtime.engines import (
     check_tensors,
     choose_engine,
     mismatch,
+    model_identity,
     read_engines,
 )
 from rmsnorm_deploy.runtime.lru import LRU
@@ -41,12 +43,18 @@ def tensor(name: str, dtype: str = "float32") -> dict[str, Any]:
 
 def manifest(dtype: str = "float32") -> dict[str, Any]:
     signature = {"parameters": [], "inputs": [tensor("x", dtype)], "constants": [], "outputs": [tensor("y", dtype)]}
-    return {"format": 1, "signature": signature, "dims": {}}
+    files = {name: {"sha256": name} for name in ("model.onnx", "model.onnx.data", "program.pt2")}
+    return {"format": 1, "signature": signature, "dims": {}, "files": files}
+
+
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def record(folder: Path = Path("engines"), name: str = "e", **changes: Any) -> EngineRecord:
     fields: dict[str, Any] = dict(  # noqa: C408
-        name=name, path=folder / f"{name}.engine", runtime="tensorrt", runtime_version="10.14.1.48",
+        name=name, path=folder / f"{name}.engine", sha256=sha(b"engine"), model_sha256=model_identity(manifest()),
+        runtime="tensorrt", runtime_version="10.14.1.48",
         version_compatible=False, sm=(89,), precision="fp32", plugin=None, profiles=parse_profiles([SMALL, LARGE]),
         inputs={"x": "float32"}, outputs={"y": "float32"}, milliseconds=None,
     )  # fmt: skip
@@ -58,7 +66,7 @@ def write_engine(bundle: Path, name: str = "e", **changes: Any) -> EngineRecord:
     folder.mkdir(exist_ok=True)
     written = record(folder, name, **changes)
     written.path.write_bytes(b"engine")
-    (folder / f"{name}.json").write_text(json.dumps(as_metadata(written, sha256="0")), encoding="utf-8")
+    (folder / f"{name}.json").write_text(json.dumps(as_metadata(written)), encoding="utf-8")
     return written
 
 
@@ -147,9 +155,11 @@ def test_a_bundle_without_engines_says_which_command_builds_them(tmp_path):
         (lambda text: text[:20], "is not engine metadata"),
         (lambda text: "[]", "is not engine metadata"),
         (lambda text: text.replace('"sm"', '"SM"'), r"is not engine metadata \(KeyError: 'sm'\)"),
-        (lambda text: text.replace('"format": 1', '"format": 9'), "is of format 9, expected 1"),
+        (lambda text: text.replace('"format": 2', '"format": 9'), "is of format 9, expected 2"),
         (lambda text: text.replace("e.engine", "../e.engine"), r"engine file '\.\./e\.engine' is not in"),
         (lambda text: text.replace("e.engine", "f.engine"), r"engine file 'f\.engine' is not in"),
+        (lambda text: text.replace('"plugin": null', '"plugin": "mine"'), "is not engine metadata .*plugin is 'mine'"),
+        (lambda text: text.replace('"sha256"', '"digest"'), r"is not engine metadata \(KeyError: 'sha256'\)"),
     ],
 )
 def test_damaged_metadata_are_refused_by_file(tmp_path, damage, message):
@@ -182,7 +192,7 @@ def test_the_refusal_of_every_engine_says_why_for_each(tmp_path):
 
 def test_the_fastest_engine_is_run_and_the_plugins_where_none_was_timed(tmp_path):
     native, plugin = record(name="native", milliseconds=2.0), record(name="plugin", plugin="embedded", milliseconds=3.0)
-    untimed, untimed_plugin = record(name="u"), record(name="up", plugin="external")
+    untimed, untimed_plugin = record(name="u"), record(name="up", plugin="embedded")
     for engines, best in (
         ([plugin, native], "native"),
         ([untimed, untimed_plugin], "up"),
@@ -322,24 +332,29 @@ class FakeEngine:
         return FakeContext(self)
 
 
-def fake_tensorrt(engine: FakeEngine | None, reason: str = "") -> Any:
+class FakeRuntime:
+    made: list[FakeRuntime] = []  # noqa: RUF012
+
+    def __init__(self, logger: Any) -> None:
+        self.logger = logger
+        self.engine_host_code_allowed = False
+        self.loaded: list[bytes] = []
+        FakeRuntime.made.append(self)
+
+    def deserialize_cuda_engine(self, data: bytes) -> FakeEngine | None:
+        self.loaded.append(data)
+        if self.logger.reason:
+            self.logger.log("E", self.logger.reason)
+        return self.logger.engine
+
+
+def fake_tensorrt(given: FakeEngine | None, why: str = "") -> Any:
     class Logger:
         Severity = types.SimpleNamespace(ERROR="E", INTERNAL_ERROR="I")
-
-    class Runtime:
-        engine_host_code_allowed = False
-
-        def __init__(self, logger: Any) -> None:
-            self.logger = logger
-
-        def deserialize_cuda_engine(self, data: bytes) -> FakeEngine | None:
-            assert data == b"engine"
-            if reason:
-                self.logger.log("E", reason)
-            return engine
+        engine, reason = given, why
 
     return types.SimpleNamespace(
-        __version__="10.14.1.48", ILogger=Logger, Runtime=Runtime, IOutputAllocator=object,
+        __version__="10.14.1.48", ILogger=Logger, Runtime=FakeRuntime, IOutputAllocator=object,
         TensorIOMode=types.SimpleNamespace(INPUT="IN"),
     )  # fmt: skip
 
@@ -431,19 +446,48 @@ def test_an_engine_with_other_dtypes_than_the_bundle_names_both(tmp_path, engine
         open_fake(tmp_path, engine, device)
 
 
+def test_an_engine_that_was_damaged_or_swapped_is_refused_by_file(tmp_path, engine, device):
+    written = write_engine(tmp_path, plugin="embedded")
+    written.path.write_bytes(b"another")
+    with pytest.raises(InputError) as caught:
+        open_fake(tmp_path, engine, device, allow_host_code=True)
+    assert str(caught.value).startswith(f"{written.path} is damaged, or not the engine that e.json describes")
+    assert FakeRuntime.made[-1].engine_host_code_allowed is False
+    assert FakeRuntime.made[-1].loaded == []
+
+
+def test_an_engine_of_another_bundle_is_refused_though_its_own_metadata_came_along(tmp_path, engine, device):
+    other = manifest()
+    other["files"]["model.onnx.data"]["sha256"] = "other weights"
+    written = write_engine(tmp_path, plugin="embedded", model_sha256=model_identity(other))
+    with pytest.raises(InputError, match=f"{written.path} was built from another model than this bundle's"):
+        open_fake(tmp_path, engine, device, allow_host_code=True)
+    assert FakeRuntime.made[-1].engine_host_code_allowed is False
+
+
+def test_a_models_identity_is_its_graph_and_its_weights_and_nothing_else():
+    same = manifest() | {"created": "later"}
+    same["files"]["program.pt2"]["sha256"] = "traced by another torch"
+    assert model_identity(same) == model_identity(manifest())
+    for name in ("model.onnx", "model.onnx.data"):
+        other = manifest()
+        other["files"][name]["sha256"] = "other"
+        assert model_identity(other) != model_identity(manifest())
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_code_in_an_engine_that_should_have_none_is_never_allowed(tmp_path, engine, device, allowed):
+    write_engine(tmp_path, plugin=None)
+    assert open_fake(tmp_path, engine, device, allow_host_code=allowed)._runtime.engine_host_code_allowed is False
+
+
 def test_machine_code_in_an_engine_runs_only_when_allowed(tmp_path, engine, device):
     write_engine(tmp_path, plugin="embedded")
     with pytest.raises(InputError, match="machine code: pass allow_host_code=True"):
         open_fake(tmp_path, engine, device)
     session = open_fake(tmp_path, engine, device, allow_host_code=True)
     assert session._runtime.engine_host_code_allowed is True
-
-
-def test_an_engine_that_needs_the_plugin_library_says_so(tmp_path, engine, device, monkeypatch):
-    write_engine(tmp_path, plugin="external")
-    monkeypatch.setattr("rmsnorm_deploy.runtime.tensorrt_session.native_library", lambda kind: None)
-    with pytest.raises(BackendUnavailable, match="engine e needs the TensorRT plugin library, which is not built"):
-        open_fake(tmp_path, engine, device)
+    assert session._runtime.loaded == [b"engine"]
 
 
 def test_a_run_that_fails_is_no_silent_garbage(tmp_path, engine, device):
@@ -476,7 +520,7 @@ def test_the_stand_in_has_no_method_that_the_real_library_lacks():
     trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed")
     for fake, real in ((FakeContext, trt.IExecutionContext), (FakeEngine, trt.ICudaEngine)):
         assert [name for name in vars(fake) if not name.startswith("_") and not hasattr(real, name)] == []
-    for name in ("deserialize_cuda_engine", "engine_host_code_allowed", "get_plugin_registry"):
+    for name in ("deserialize_cuda_engine", "engine_host_code_allowed"):
         assert hasattr(trt.Runtime, name)
     assert {
         name
@@ -523,8 +567,9 @@ def gpu_bundle(request, tmp_path):
     if no_gpu_reason() is not None:
         pytest.skip(no_gpu_reason())
     trt = pytest.importorskip(request.param.replace("-", "_"), reason=f"{request.param} is not installed")
-    written = write_engine(tmp_path, runtime=request.param, runtime_version=trt.__version__, sm=None)
-    written.path.write_bytes(build_doubling_engine(trt))
+    data = build_doubling_engine(trt)
+    written = write_engine(tmp_path, runtime=request.param, runtime_version=trt.__version__, sm=None, sha256=sha(data))
+    written.path.write_bytes(data)
     return request.param, fake_bundle(tmp_path)
 
 

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from rmsnorm_deploy.bundle import Bundle, open_bundle, sha256
+from rmsnorm_deploy.engine.precision import check_precision
 from rmsnorm_deploy.engine.profiles import default_profile, describe, parse_profile
 from rmsnorm_deploy.engine.request import MODULES, BuildAnswer, BuildRequest
 from rmsnorm_deploy.errors import BackendUnavailable, InputError
-from rmsnorm_deploy.runtime.engines import EngineRecord, as_metadata, check_dtypes
+from rmsnorm_deploy.runtime.engines import EngineRecord, as_metadata, check_dtypes, model_identity
 from rmsnorm_deploy.runtime.optional import load_module, native_library
 from rmsnorm_deploy.runtime.profiles import Profile
 from rmsnorm_deploy.runtime.signature import Signature
@@ -31,15 +32,20 @@ VARIANTS = {"auto": ("plugin", "native"), "always": ("plugin",), "never": ("nati
 class EngineOptions:
     """What to build.
 
-    runtime: "tensorrt" or "tensorrt-rtx". sms: compute capabilities such as 89, for TensorRT-RTX, which needs no GPU;
-    () is the GPU that is here. profiles: as ``--profile`` takes them; () is one made from the manifest's dims. plugin:
-    "auto" builds with and without and keeps the faster where a GPU can tell, "always", "never". plugin_library: None
-    takes the built one. timing_cache: a file that is read where it is there, and written.
+    runtime: "tensorrt" or "tensorrt-rtx".
+    sms: compute capabilities such as 89, for TensorRT-RTX, which needs no GPU; () is the GPU that is here.
+    profiles: as ``--profile`` takes them; () is one made from the manifest's dims.
+    precision: "keep", or the bundle's own; every other is refused, with the command that makes such a bundle.
+    plugin: "auto" builds with and without and keeps the faster where a GPU can tell, "always", "never".
+    plugin_library: None takes the built one.
+    timing_cache: a file that is read where it is there, and written.
+    verbose: print everything that TensorRT says.
     """
 
     runtime: str = "tensorrt"
     sms: tuple[int, ...] = ()
     profiles: tuple[str, ...] = ()
+    precision: str = "keep"
     plugin: str = "auto"
     plugin_library: Path | None = None
     timing_cache: Path | None = None
@@ -67,9 +73,10 @@ def build_engines(
         raise InputError("TensorRT-RTX keeps no timing cache: leave --timing-cache out")
     if chosen.plugin not in VARIANTS:
         raise InputError(f"plugin is {chosen.plugin!r}: choose {', '.join(VARIANTS)}")
+    precision = check_precision(opened, chosen.precision)
     check_dtypes(Signature.from_manifest(opened.manifest), chosen.runtime)
     load_module(*MODULES[chosen.runtime])
-    chosen = with_changes(chosen, sms=_sms(chosen))
+    chosen = with_changes(chosen, sms=_sms(chosen), precision=precision)
     profiles = [parse_profile(text, opened.manifest) for text in chosen.profiles]
     profiles = profiles or [default_profile(opened.manifest)]
     for profile in profiles:
@@ -128,6 +135,7 @@ def _build(
             profiles=[_as_json(profile) for profile in profiles if profile],
             plugin=None if library is None else str(library),
             norms=[norm.node for norm in bundle.norms],
+            opset=int(bundle.manifest.get("opset", 18)),
             timing_cache=None if options.timing_cache is None else str(options.timing_cache.resolve()),
             verbose=options.verbose,
             progress=sys.stderr.isatty(),
@@ -135,7 +143,6 @@ def _build(
         answer = _run(request, Path(scratch))
     record = _record(name, engine, options, answer, profiles, library, bundle)
     extra = {
-        "sha256": sha256(engine),
         "plugin_sha256": None if library is None else sha256(library),
         "variant": variant,
         "plugin_layers": answer.plugin_layers,
@@ -205,11 +212,13 @@ def _record(
     return EngineRecord(
         name=name,
         path=engine,
+        sha256=sha256(engine),
+        model_sha256=model_identity(bundle.manifest),
         runtime=options.runtime,
         runtime_version=answer.version,
         version_compatible=False,
         sm=options.sms,
-        precision=str(bundle.manifest.get("precision", "keep")),
+        precision=options.precision,
         plugin=None if library is None else "embedded",
         profiles=tuple(profile for profile in profiles if profile),
         inputs=tensors["input"],

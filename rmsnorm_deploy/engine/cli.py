@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rmsnorm_deploy.cli import BACKEND_ABSENT, Parser, run_command
 from rmsnorm_deploy.engine.build import VARIANTS, EngineOptions, build_engines
+from rmsnorm_deploy.engine.precision import PRECISIONS
 from rmsnorm_deploy.engine.request import MODULES
 from rmsnorm_deploy.errors import EXIT_OK, InputError
 
@@ -30,6 +31,12 @@ def parser() -> Parser:
         help="one optimization profile, such as input_ids=1x1:4x128:8x2048; may be given several times",
     )
     made.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="keep",
+        help="default: keep, the bundle's own; another is refused with the export that makes such a bundle",
+    )
+    made.add_argument(
         "--plugin", choices=list(VARIANTS), default="auto", help="default: auto, both and the faster is kept"
     )
     made.add_argument("--plugin-library", type=Path, help="default: the one that native build made")
@@ -49,6 +56,7 @@ def _build(argv: list[str]) -> int:
         runtime=arguments.runtime,
         sms=_numbers(arguments.sm),
         profiles=tuple(arguments.profile),
+        precision=arguments.precision,
         plugin=arguments.plugin,
         plugin_library=arguments.plugin_library,
         timing_cache=arguments.timing_cache,

@@ -15,7 +15,10 @@ MODULES = {
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """One engine. ``plugin`` is the library, or None for the variant that runs on function bodies."""
+    """One engine. ``plugin`` is the library, or None for the variant that runs on function bodies.
+
+    ``norms`` are the names of the nodes that must become plugin layers, ``opset`` is the model's.
+    """
 
     model: str
     engine: str
@@ -25,6 +28,7 @@ class BuildRequest:
     profiles: list[dict[str, dict[str, list[int]]]]
     plugin: str | None
     norms: list[str]
+    opset: int
     timing_cache: str | None = None
     verbose: bool = False
     progress: bool = False

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from rmsnorm_deploy.engine.request import MODULES, BuildAnswer, BuildRequest
-from rmsnorm_deploy.engine.shim import ensure_rtx_library
 from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
 from rmsnorm_deploy.runtime.optional import load_module
+from rmsnorm_deploy.runtime.rtx_library import ensure_rtx_library
 
 DTYPES = {
     "FLOAT": "float32",
@@ -27,6 +27,7 @@ DTYPES = {
     "UINT8": "uint8",
     "BOOL": "bool",
 }
+PLAIN_OPSET = 22
 # One such line for every node of every function body: their nodes have the same names wherever they are used.
 NOISE = ("already exists, the output tensors of this new instance will not be queryable",)
 
@@ -71,6 +72,12 @@ class _Build:
         text = f"{what}: {reasons[0]}" if reasons else what
         return " ".join(text.split())[:600]
 
+    def _hint(self) -> str:
+        """Opset 23 brought whole-layer ops, which TensorRT has in part; below, models are made of those that it has."""
+        if self.request.opset <= PLAIN_OPSET:
+            return ""
+        return f": the bundle is of opset {self.request.opset}; try one exported with --opset 18"
+
     def _load_plugin(self, library: Path) -> None:
         if not library.is_file():
             raise InputError(f"there is no plugin library {library}: python -m rmsnorm_deploy.native build --tensorrt")
@@ -87,7 +94,9 @@ class _Build:
         config = self._config()
         serialized = self.builder.build_serialized_network(self.network, config)
         if serialized is None:
-            raise InputError(self._because(f"{self.request.runtime} could not build {self.request.model}"))
+            raise InputError(
+                self._because(f"{self.request.runtime} could not build {self.request.model}") + self._hint()
+            )
         self._save_timing_cache(config)
         target = Path(self.request.engine)
         partial = target.with_suffix(".partial")
@@ -99,10 +108,12 @@ class _Build:
     def _parse(self) -> None:
         parser = self.trt.OnnxParser(self.network, self.logger)
         if parser.parse_from_file(self.request.model):
+            _allow_decomposed_attention(self.trt, self.network)
             return
         errors = [parser.get_error(i) for i in range(parser.num_errors)]
         first = f"{errors[0].desc()} (node {errors[0].node_name()!r})" if errors else "no reason given"
-        raise InputError(self._because(f"{self.request.runtime} cannot parse {self.request.model}: {first}"))
+        because = self._because(f"{self.request.runtime} cannot parse {self.request.model}: {first}")
+        raise InputError(because + self._hint())
 
     def _inspect(self) -> None:
         """Every norm must be a plugin layer where the plugin is wanted, and none where it is not."""
@@ -165,6 +176,16 @@ def _network_flags(trt: Any) -> int:
     """Strongly typed: the model's own dtypes are what runs. Newer versions know nothing else and have no flag."""
     flag = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
     return 0 if flag is None else 1 << int(flag)
+
+
+def _allow_decomposed_attention(trt: Any, network: Any) -> None:
+    """The op Attention of opset 23 has fused kernels for few shapes and dtypes; without one it may be taken apart."""
+    attention_ends = getattr(trt.LayerType, "ATTENTION_OUTPUT", None)  # versions before it take every one apart
+    for index in range(network.num_layers if attention_ends is not None else 0):
+        layer = network.get_layer(index)
+        if layer.type == attention_ends:
+            layer.__class__ = trt.IAttentionOutputLayer  # how these bindings make a layer the kind that it is
+            layer.attention.decomposable = True
 
 
 def _capability(trt: Any, sm: int) -> Any:

@@ -2,19 +2,20 @@
 
 ``BUNDLE/engines/NAME.json`` describes ``BUNDLE/engines/NAME.engine``::
 
-    {"format": 1, "name": "fp16-plugin", "engine": "fp16-plugin.engine", "sha256": "...",
+    {"format": 2, "name": "fp16-plugin", "engine": "fp16-plugin.engine", "sha256": "...", "model_sha256": "...",
      "runtime": "tensorrt", "runtime_version": "10.14.1.48", "version_compatible": false,
-     "sm": [89], "precision": "fp16",
-     "plugin": "embedded" | "external" | null, "plugin_sha256": "..." | null,
+     "sm": [89], "precision": "fp16", "plugin": "embedded" | null, "plugin_sha256": "..." | null,
      "profiles": [{"x": {"min": [1, 16], "opt": [4, 16], "max": [8, 16]}}],
      "inputs": {"x": "float16"}, "outputs": {"y": "float16"}, "milliseconds": 0.41 | null}
 
-``sm`` lists the compute capabilities that the engine was built for, or is null for one that runs on any; "external"
-means that the plugin library must be loaded before the engine; ``milliseconds`` is null for an engine never timed.
+``sha256`` is that of the engine's file, ``model_sha256`` is `model_identity` of the bundle it was built from; ``sm``
+lists the compute capabilities that the engine was built for, or is null for one that runs on any; "embedded" means that
+the plugin library is within the engine; ``milliseconds`` is null for an engine never timed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from rmsnorm_deploy.errors import BackendUnavailable, InputError
 from rmsnorm_deploy.runtime.profiles import Profile, parse_profiles
 from rmsnorm_deploy.runtime.signature import Signature
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class EngineRecord:
 
     name: str
     path: Path
+    sha256: str
+    model_sha256: str
     runtime: str
     runtime_version: str
     version_compatible: bool
@@ -60,9 +63,13 @@ def read_engine(path: Path) -> EngineRecord:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["format"] != FORMAT:
             raise InputError(f"{path} is of format {data['format']}, expected {FORMAT}: build the engine again")
+        if data["plugin"] not in (None, "embedded"):
+            raise ValueError(f"plugin is {data['plugin']!r}")
         return EngineRecord(
             name=data["name"],
             path=_engine_file(path.parent, data["engine"]),
+            sha256=str(data["sha256"]),
+            model_sha256=str(data["model_sha256"]),
             runtime=data["runtime"],
             runtime_version=data["runtime_version"],
             version_compatible=bool(data.get("version_compatible", False)),
@@ -135,6 +142,30 @@ def versions_agree(record: EngineRecord, version: str) -> bool:
     return built == installed
 
 
+def model_identity(manifest: Mapping[str, Any]) -> str:
+    """One SHA-256 for the ONNX model and its weights, from those that the manifest has of their files."""
+    files = manifest.get("files", {})
+    lines = [f"{name} {files[name]['sha256']}" for name in sorted(files) if name.startswith("model.onnx")]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def checked_bytes(record: EngineRecord, manifest: Mapping[str, Any]) -> bytes:
+    """The engine's file, after checks that it is the one described, and was built from this bundle's model.
+
+    They find damage and mix-ups. Who can write an engine can write its description too: they are no proof of origin.
+
+    Raises:
+        InputError: names the file that is not what it should be.
+    """
+    if record.model_sha256 != model_identity(manifest):
+        raise InputError(f"{record.path} was built from another model than this bundle's: build it again")
+    data = record.path.read_bytes()
+    if hashlib.sha256(data).hexdigest() != record.sha256:
+        described = record.path.with_suffix(".json").name
+        raise InputError(f"{record.path} is damaged, or not the engine that {described} describes: build it again")
+    return data
+
+
 def check_tensors(
     record: EngineRecord, signature: Signature, inputs: Mapping[str, str], outputs: Mapping[str, str]
 ) -> None:
@@ -172,11 +203,13 @@ def check_dtypes(signature: Signature, runtime: str) -> None:
 
 
 def as_metadata(record: EngineRecord, **extra: Any) -> dict[str, Any]:
-    """The record as the JSON that `read_engine` reads; ``extra`` adds keys such as sha256."""
+    """The record as the JSON that `read_engine` reads; ``extra`` adds keys that it does not read."""
     return {
         "format": FORMAT,
         "name": record.name,
         "engine": record.path.name,
+        "sha256": record.sha256,
+        "model_sha256": record.model_sha256,
         "runtime": record.runtime,
         "runtime_version": record.runtime_version,
         "version_compatible": record.version_compatible,

@@ -13,12 +13,20 @@ from typing import Any
 
 import torch
 
-from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
+from rmsnorm_deploy.errors import DeployError, InputError
 from rmsnorm_deploy.runtime.cuda import CudaDevice
-from rmsnorm_deploy.runtime.engines import EngineRecord, check_dtypes, check_tensors, choose_engine, read_engines
+from rmsnorm_deploy.runtime.engines import (
+    EngineRecord,
+    check_dtypes,
+    check_tensors,
+    checked_bytes,
+    choose_engine,
+    read_engines,
+)
 from rmsnorm_deploy.runtime.lru import LRU
-from rmsnorm_deploy.runtime.optional import load_module, native_library, one_line
+from rmsnorm_deploy.runtime.optional import load_module, one_line
 from rmsnorm_deploy.runtime.profiles import Shape, choose_profile
+from rmsnorm_deploy.runtime.rtx_library import ensure_rtx_library
 from rmsnorm_deploy.runtime.session import BundleLike, Session
 from rmsnorm_deploy.runtime.tensors import Array, torch_dtype
 
@@ -56,8 +64,9 @@ def open_tensorrt(
         cuda_graph: replay a CUDA graph for each set of input shapes.
         graph_cache: how many such graphs a thread keeps, each with an execution context of its own.
         device: index of the GPU; the current one when None.
-        allow_host_code: an engine may embed our plugin library, which is machine code. Only allow it for bundles
-            whose origin you trust.
+        allow_host_code: an engine may embed our plugin library, which is machine code that runs with your rights. Only
+            allow it for bundles whose origin you trust: the checks of hashes find damage and mix-ups, not malice. It
+            changes nothing for engines without the library, whose code is never run.
 
     Raises:
         BackendUnavailable: the package, a GPU, or an engine for them is not there; names both sides of a mismatch.
@@ -112,34 +121,27 @@ class TensorRTSession(Session):
         self.record: EngineRecord = choose_engine(records, backend, module.__version__, device.sm, bundle.path, engine)
         self._logger = make_logger(module)
         self._runtime = module.Runtime(self._logger)
-        self._engine = self._load(allow_host_code)
+        self._engine = self._load(bundle.manifest, allow_host_code)
         check_tensors(self.record, self.signature, *engine_tensors(self._engine, module))
         self._local = _PerThread()
 
-    def _load(self, allow_host_code: bool) -> Any:
+    def _load(self, manifest: Mapping[str, Any], allow_host_code: bool) -> Any:
+        """The engine, deserialized; code in it may run only where it is ours, undamaged, and the caller allows it."""
         record = self.record
-        if record.plugin == "embedded":
+        data = checked_bytes(record, manifest)
+        if record.plugin is not None:
             if not allow_host_code:
                 raise InputError(
                     f"engine {record.name} embeds the plugin library, which is machine code: pass allow_host_code=True "
                     "if you trust where this bundle comes from"
                 )
+            if self.backend == "tensorrt-rtx":
+                ensure_rtx_library()
             self._runtime.engine_host_code_allowed = True
-        elif record.plugin == "external":
-            self._load_plugin()
-        engine = self._runtime.deserialize_cuda_engine(record.path.read_bytes())
+        engine = self._runtime.deserialize_cuda_engine(data)
         if engine is None:
             raise InputError(f"{self.backend} cannot load {record.path}: {self._why()}: build the engine again")
         return engine
-
-    def _load_plugin(self) -> None:
-        library = native_library("tensorrt")
-        if library is None:
-            raise BackendUnavailable(
-                f"engine {self.record.name} needs the TensorRT plugin library, which is not built: "
-                "run python -m rmsnorm_deploy.native build --tensorrt"
-            )
-        self._runtime.get_plugin_registry().load_library(str(library))
 
     def _why(self) -> str:
         return one_line(RuntimeError(self._logger.last_error or "no reason given"))
