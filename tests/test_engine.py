@@ -6,6 +6,9 @@ import hashlib
 import json
 import shlex
 import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from rmsnorm_deploy.engine.dims import evaluate
 from rmsnorm_deploy.engine.precision import check_precision
 from rmsnorm_deploy.engine.profiles import default_profile, describe, parse_profile
 from rmsnorm_deploy.engine.request import BuildRequest
+from rmsnorm_deploy.engine.triton import TYPES, config
+from rmsnorm_deploy.engine.triton import main as triton
 from rmsnorm_deploy.runtime.engines import (
     EngineRecord,
     as_metadata,
@@ -31,6 +36,7 @@ from rmsnorm_deploy.runtime.engines import (
     read_engines,
 )
 from rmsnorm_deploy.runtime.profiles import ShapeRange
+from rmsnorm_deploy.runtime.tensors import DTYPES
 
 rtx = pytest.mark.skipif(not support.HAS_RTX, reason=support.NO_RTX)
 SMS = (80, 86, 89, 120)
@@ -414,8 +420,6 @@ def test_smollm2_has_61_plugin_layers(tmp_path: Path) -> None:
 
 
 def test_a_triton_repository_holds_the_model_and_its_tensors(bundle: Path, tmp_path: Path) -> None:
-    from rmsnorm_deploy.engine.triton import main as triton
-
     assert triton([str(bundle), str(tmp_path / "repository"), "--name", "norm"]) == 0
     folder = tmp_path / "repository" / "norm"
     assert sorted(path.name for path in (folder / "1").iterdir()) == ["model.onnx"]
@@ -426,3 +430,86 @@ def test_a_triton_repository_holds_the_model_and_its_tensors(bundle: Path, tmp_p
     assert triton([str(bundle), str(tmp_path / "repository"), "--name", "norm"]) == 2
     assert triton([str(bundle), str(tmp_path / "repository"), "--name", "../norm"]) == 2
     assert triton([str(bundle), str(tmp_path / "repository"), "--name", "n", "--engine", "none"]) == 2
+    assert [path.name for path in (tmp_path / "repository").iterdir()] == ["norm"]
+
+
+def write_engine(bundle: Path, **changes: Any) -> EngineRecord:
+    path = bundle / "engines" / "e.engine"
+    path.parent.mkdir()
+    path.write_bytes(b"plan")
+    record = replace(engine_record(path, open_bundle(bundle).manifest), **changes)
+    path.with_suffix(".json").write_text(json.dumps(as_metadata(record)))
+    return record
+
+
+@pytest.mark.parametrize("plugin", [None, "embedded"])
+def test_an_engine_is_served_and_its_code_allowed_where_it_has_any(
+    plugin: str | None, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_engine(bundle, plugin=plugin)
+    assert triton([str(bundle), str(tmp_path / "repository"), "--engine", "e"]) == 0
+    assert (tmp_path / "repository" / "b" / "1" / "model.plan").read_bytes() == b"plan"
+    allowed = "--backend-config=tensorrt,version-compatible=true" in capsys.readouterr().out
+    assert allowed == (plugin is not None)
+
+
+def test_a_damaged_engine_and_one_of_tensorrt_rtx_are_not_served(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = write_engine(bundle)
+    record.path.write_bytes(b"plam")
+    command = [str(bundle), str(tmp_path / "repository"), "--engine", "e"]
+    assert triton(command) == 2
+    assert "e.engine is damaged" in capsys.readouterr().err
+    record.path.with_suffix(".json").write_text(json.dumps(as_metadata(replace(record, runtime="tensorrt-rtx"))))
+    assert triton(command) == 2
+    assert "Triton runs engines of tensorrt" in capsys.readouterr().err
+    assert not (tmp_path / "repository").exists()
+
+
+def test_every_dtype_of_the_runtime_has_a_type_in_triton() -> None:
+    assert set(TYPES) == set(DTYPES)
+
+
+PARSE = """
+import importlib.util, json, sys
+from google.protobuf import json_format, text_format
+# The module alone: its package asks for more than protobuf.
+path = sys.argv[1] + "/tritonclient/grpc/model_config_pb2.py"
+spec = importlib.util.spec_from_file_location("model_config_pb2", path)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+parsed = text_format.Parse(open(sys.argv[2]).read(), module.ModelConfig())
+print(json.dumps(json_format.MessageToDict(parsed, preserving_proto_field_name=True)))
+"""
+
+
+@pytest.mark.slow
+def test_config_pbtxt_is_what_tritons_own_schema_takes(bundle: Path, tmp_path: Path) -> None:
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "packages")]
+    done = subprocess.run([*install, "tritonclient==2.73.0"], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"tritonclient cannot be installed: {done.stderr.strip()[-200:]}")
+    one = {"x": ShapeRange((1, 1, 64), (1, 4, 64), (1, 8, 64))}
+    opened = open_bundle(bundle)
+    inputs = [{"name": f"in_{dtype}", "dtype": dtype, "shape": ["batch", 3]} for dtype in DTYPES]
+    inputs += [
+        {"name": 'a "b"\\c', "dtype": "bool", "shape": []},
+        {"name": "unnamed", "dtype": "int8", "shape": [None]},
+    ]
+    opened.manifest["signature"]["inputs"] = inputs
+    record = write_engine(bundle, profiles=(one, one))
+    for given in (None, record):
+        path = tmp_path / "config.pbtxt"
+        path.write_text(config(opened.manifest, "norm", given))
+        command = [sys.executable, "-c", PARSE, str(tmp_path / "packages"), str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        parsed = json.loads(done.stdout)
+        assert (parsed["name"], parsed["backend"]) == ("norm", "tensorrt" if given else "onnxruntime")
+        assert parsed["instance_group"] == [{"kind": "KIND_GPU"} | ({"profile": ["0", "1"]} if given else {})]
+        assert parsed["output"][0] == {"name": "y", "data_type": "TYPE_FP16", "dims": ["-1", "-1", "64"]}
+        assert [item["name"] for item in parsed["input"]] == [item["name"] for item in inputs]
+        assert [item["data_type"] for item in parsed["input"]] == [TYPES[item["dtype"]] for item in inputs]
+        assert parsed["input"][-2] == {"name": 'a "b"\\c', "data_type": "TYPE_BOOL", "dims": ["1"], "reshape": {}}
+        assert parsed["input"][-1]["dims"] == ["-1"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 from rmsnorm_deploy.bundle import Bundle, open_bundle
 from rmsnorm_deploy.cli import Parser, run_command
 from rmsnorm_deploy.errors import EXIT_OK, InputError
-from rmsnorm_deploy.runtime.engines import EngineRecord, read_engines
+from rmsnorm_deploy.runtime.engines import EngineRecord, checked_bytes, read_engines
 
 TYPES = {
     "float32": "TYPE_FP32",
@@ -22,7 +24,11 @@ TYPES = {
     "float64": "TYPE_FP64",
     "int64": "TYPE_INT64",
     "int32": "TYPE_INT32",
+    "int16": "TYPE_INT16",
     "int8": "TYPE_INT8",
+    "uint64": "TYPE_UINT64",
+    "uint32": "TYPE_UINT32",
+    "uint16": "TYPE_UINT16",
     "uint8": "TYPE_UINT8",
     "bool": "TYPE_BOOL",
 }
@@ -34,7 +40,7 @@ def write_repository(bundle: Bundle, repository: Path, name: str, engine: str | 
     Returns what the server has to be started with, one option a line.
 
     Raises:
-        InputError: no such engine, a name that is no plain word, or a folder that is there already.
+        InputError: no such engine, or a damaged one, a name that is no plain word, or a folder that is there already.
     """
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name.startswith("."):
         raise InputError(f"{name!r} cannot be a model's name: letters, digits, _, . and - are allowed")
@@ -42,13 +48,18 @@ def write_repository(bundle: Bundle, repository: Path, name: str, engine: str | 
     if folder.exists():
         raise InputError(f"{folder} is there already: remove it, or give another --name")
     record = None if engine is None else _engine(bundle, engine)
-    version = folder / "1"
-    version.mkdir(parents=True)
-    if record is None:
-        _copy_model(bundle, version)
-    else:
-        shutil.copyfile(record.path, version / "model.plan")
-    (folder / "config.pbtxt").write_text(config(bundle.manifest, name, record), encoding="utf-8")
+    plan = None if record is None else checked_bytes(record, bundle.manifest)
+    repository.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=repository) as scratch:
+        made = Path(scratch) / name  # the server may be watching: the folder appears whole
+        version = made / "1"
+        version.mkdir(parents=True)
+        if plan is None:
+            _copy_model(bundle, version)
+        else:
+            (version / "model.plan").write_bytes(plan)
+        (made / "config.pbtxt").write_text(config(bundle.manifest, name, record), encoding="utf-8")
+        made.rename(folder)
     return _server_options(repository, record)
 
 
@@ -74,22 +85,24 @@ def config(manifest: Mapping[str, Any], name: str, record: EngineRecord | None) 
     for key in ("inputs", "outputs"):
         tensors = ",\n".join(_tensor(item) for item in manifest["signature"][key])
         lines.append(f"{key[:-1]} [\n{tensors}\n]")
-    lines.append("instance_group [ { kind: KIND_GPU } ]")
+    # Without a word of it, the server uses an engine's first profile alone.
+    profiles = [f'"{index}"' for index in range(len(record.profiles))] if record is not None else []
+    used = f", profile: [ {', '.join(profiles)} ]" if len(profiles) > 1 else ""
+    lines.append(f"instance_group [ {{ kind: KIND_GPU{used} }} ]")
     return "\n".join(lines) + "\n"
 
 
 def _tensor(item: Mapping[str, Any]) -> str:
     dims = ", ".join(str(dim) if isinstance(dim, int) else "-1" for dim in item["shape"]) or "1"
     scalar = "" if item["shape"] else ", reshape: { shape: [ ] }"
-    return f'  {{ name: "{item["name"]}", data_type: {TYPES[item["dtype"]]}, dims: [ {dims} ]{scalar} }}'
+    name = json.dumps(item["name"], ensure_ascii=False)
+    return f"  {{ name: {name}, data_type: {TYPES[item['dtype']]}, dims: [ {dims} ]{scalar} }}"
 
 
 def _server_options(repository: Path, record: EngineRecord | None) -> list[str]:
     options = [f"--model-repository={os.path.abspath(repository)}"]
-    if record is not None and record.plugin == "embedded":
+    if record is not None and record.plugin is not None:
         options.append("--backend-config=tensorrt,version-compatible=true")  # allows code in the engine
-    if record is not None and record.plugin == "external":
-        options.append("--backend-config=tensorrt,plugins=/path/to/librmsnorm_deploy_tensorrt_ort.so")
     return options
 
 
