@@ -9,12 +9,14 @@ import io
 import json
 import os
 import pickle
+import shlex
 import sys
 import tarfile
 import textwrap
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from torch.nn import functional as F
 
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.load import Source, load_source, prepare_module, to_cpu
+from rmsnorm_deploy.load.advice import advice
 from rmsnorm_deploy.load.trust import Trust, allowed_objects, is_forbidden
 
 NET = """
@@ -129,8 +132,59 @@ def test_a_pickled_module_needs_its_file_and_then_computes_the_same(
     path = save_whole(net, tmp_path / "whole.pt")
     message = refused("not known to be safe", path)
     assert f"{type(net).__module__}.Net" in message
-    assert "--import FILE.py" in message or f"--allow-class {type(net).__module__}.Net" in message
+    assert message.endswith(f"add --import {files['net']}")
     computes(load_source(path, imports=[files["net"]]), net)
+
+
+SCRIPT = """
+import torch
+from torch import nn
+def squash(x): return torch.tanh(x)
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.squash = nn.RMSNorm(8), squash
+    def forward(self, x): return self.squash(self.norm(x))
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+    def forward(self, x): return self.block(x)
+"""
+
+
+@pytest.mark.parametrize("owner", ["__main__", "train_for_test", "renamed_since"])
+def test_one_refusal_names_every_option_that_a_pickle_needs(tmp_path: Path, owner: str) -> None:
+    script = write(tmp_path / ("my script.py" if owner == "__main__" else "train_for_test.py"), SCRIPT)
+    namespace: dict[str, Any] = {"__name__": owner}
+    exec(SCRIPT, namespace)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, owner, SimpleNamespace(**namespace))
+        torch.save(namespace["Net"](), tmp_path / "net.pt")
+    options = {"imports": [str(script)]} if owner == "renamed_since" else {}
+    message = refused("not known to be safe", tmp_path / "net.pt", **options)
+    words_ = shlex.split(message.split(" add ")[1])
+    given: dict[str, list[str]] = {"--import": options.get("imports", []), "--allow-class": []}
+    for option, value in zip(words_[::2], words_[1::2], strict=True):
+        given[option].append(value)
+    assert given == {"--import": [str(script)], "--allow-class": [f"{owner}.squash"]}
+    source = load_source(tmp_path / "net.pt", imports=given["--import"], allow_classes=given["--allow-class"])
+    assert source.model.block.squash(torch.zeros(1)) == 0
+
+
+def test_what_no_file_defines_is_asked_for_once(tmp_path: Path) -> None:
+    names = ["__main__.Block", "__main__.Net", "json.JSONDecoder", "json.tool.A", "json.tool.B", "json.tool.C"]
+    assert advice(names, tmp_path / "net.pt") == (
+        "--import FILE.py (the file that defines Block, Net) --allow-class json.JSONDecoder --allow-class 'json.tool.*'"
+    )
+
+
+def test_two_files_of_one_class_are_told_apart_by_name_or_not_at_all(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{name}_twin_for_test.py", "class Net: pass\n") for name in ("left", "right")]
+    trust = Trust(paths)
+    for side in ("left", "right"):
+        assert trust.resolve(f"package.{side}_twin_for_test.Net").__module__.endswith(f"{side}_twin_for_test")
+    assert trust.resolve("__main__.Net") is None
 
 
 def test_a_pickled_module_of_torch_classes_needs_no_option(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import torch
 from torch.serialization import safe_globals
 
 from rmsnorm_deploy.errors import InputError
-from rmsnorm_deploy.load.trust import Trust, advice, is_forbidden
+from rmsnorm_deploy.load.advice import advice
+from rmsnorm_deploy.load.trust import Trust, is_forbidden
 
 _ALWAYS = torch._weights_only_unpickler._get_allowed_globals
 # What a load may raise for a file that is damaged or whose classes have another shape than the ones at hand.
@@ -62,7 +63,7 @@ def allow(path: Path, names: set[str], trust: Trust) -> list[Callable[..., Any] 
         them = "it" if len(missing) == 1 else "them"
         raise InputError(
             f"{path}: holds {', '.join(missing)}, not known to be safe to load; "
-            f"if you trust {them} give {advice(missing)}"
+            f"if you trust {them} add {advice(missing, path, trust.files)}"
         )
     return [(found, name) for name, found in unknown.items() if found is not None]
 

@@ -135,7 +135,13 @@ class Trust:
         self._names = _fixed()
         self._files = [*map(import_file, imports), *modules]
         for name in allow_classes:
-            self._names.update(allowed_objects(name))
+            function = None if is_forbidden(name) else self._defined(name, inspect.isfunction)
+            self._names.update({name: function} if function is not None else allowed_objects(name))
+
+    @property
+    def files(self) -> list[pathlib.Path]:
+        """The files whose classes are allowed."""
+        return [pathlib.Path(str(module.__file__)) for module in self._files]
 
     def resolve(self, name: str) -> Any | None:
         """The object for a name in a pickle, or None when it is not allowed."""
@@ -143,21 +149,22 @@ class Trust:
             return self._names[name]
         if name.startswith(("torch._dynamo.", "torch._inductor.")):
             return _Dropped
-        return _torch_module(name) or _own_class(name) or self._from_files(name)
+        return _torch_module(name) or _own_class(name) or self._defined(name, inspect.isclass)
 
-    def _from_files(self, name: str) -> Any | None:
-        """Only classes that a file defines itself: what it imports is somebody else's."""
+    def _defined(self, name: str, is_kind: Callable[[object], bool]) -> Any | None:
+        """What a file defines itself: what it imports is somebody else's.
+
+        A pickle that was saved by a script, or whose module has been renamed since, is served by the one file that
+        defines the name.
+        """
         owner, _, attribute = name.rpartition(".")
-        for module in self._files:
-            stem = pathlib.Path(str(module.__file__)).stem
-            found = getattr(module, attribute, None)
-            if (
-                inspect.isclass(found)
-                and found.__module__ == module.__name__
-                and (owner == "__main__" or owner.split(".")[-1] == stem)
-            ):
-                return found
-        return None
+        found = {
+            pathlib.Path(str(module.__file__)).stem: getattr(module, attribute)
+            for module in self._files
+            if is_kind(getattr(module, attribute, None)) and getattr(module, attribute).__module__ == module.__name__
+        }
+        namesake = found.get(owner.split(".")[-1])
+        return namesake if namesake is not None else next(iter(found.values())) if len(found) == 1 else None
 
 
 def allowed_objects(option: str) -> dict[str, Any]:
@@ -192,17 +199,6 @@ def allowed_objects(option: str) -> dict[str, Any]:
 def is_forbidden(name: str) -> bool:
     """Whether a name reaches the system or runs code."""
     return name.split(".")[0] in FORBIDDEN or any(name.startswith(p + ".") for p in _FORBIDDEN_PACKAGES)
-
-
-def advice(names: Iterable[str]) -> str:
-    """The options that would allow ``names``."""
-    options = []
-    for name in sorted(names):
-        module, _, attribute = name.rpartition(".")
-        root = module.split(".")[0]
-        known = root != "__main__" and (root in sys.modules or importlib.util.find_spec(root) is not None)
-        options.append(f"--allow-class {name}" if known else f"--import FILE.py (the file that defines {attribute})")
-    return " ".join(dict.fromkeys(options))
 
 
 def _torch_module(name: str) -> Callable[..., Any] | None:
