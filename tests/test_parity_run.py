@@ -21,8 +21,10 @@ from rmsnorm_deploy import export_model
 from rmsnorm_deploy.errors import BackendUnavailable, InputError
 from rmsnorm_deploy.parity import ParityReport, Sample, run_parity
 from rmsnorm_deploy.parity.__main__ import main
-from rmsnorm_deploy.parity.judge import budget_for, judge
+from rmsnorm_deploy.parity.backends import open_on
+from rmsnorm_deploy.parity.judge import as_exact_as_unfused, budget_for, judge
 from rmsnorm_deploy.parity.ulp import UlpError
+from rmsnorm_deploy.runtime.tensors import to_numpy
 
 HERE = ["pytorch", "onnxruntime", "onnxruntime-unoptimized"]
 DIMS = {"batch": (0,), "seq": (1,)}
@@ -367,13 +369,181 @@ def test_the_command_fails_with_3_for_an_absent_backend_and_2_for_an_unknown_one
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_an_input_that_magnifies_rounding_fails_nobody_for_less_than_rounding_moves_it() -> None:
-    eager, noise = error(50, 5), error(200, 20)
-    assert judge(error(400, 40), eager, BUDGET, noise) == "pass-within-noise"
-    assert judge(error(400, 40), eager, BUDGET) == "fail"
-    assert judge(error(700, 40), eager, BUDGET, noise) == "fail"
-    assert judge(error(math.inf, 40, 2), eager, BUDGET, noise) == "fail"
-    assert judge(error(60, 6), eager, BUDGET, noise) == "pass-better-than-eager"
+# --- beside the model before fusing
+
+
+class Coarse:
+    """A runtime that rounds what it computes to a few bits."""
+
+    def __init__(self, session: Any, bits: int) -> None:
+        self.session, self.bits = session, bits
+
+    def run(self, feeds: Any) -> dict[str, Any]:
+        found = self.session.run(feeds)
+        return {name: np.ldexp(np.round(np.ldexp(array, self.bits)), -self.bits) for name, array in found.items()}
+
+
+@pytest.fixture
+def beside(spoilt: FakeBundle) -> FakeBundle:
+    """A bundle with the model before fusing, which is the model itself."""
+    spoilt.reference_path = spoilt.path / "reference.onnx"
+    spoilt.reference_path.write_bytes(spoilt.model_path.read_bytes())
+    return spoilt
+
+
+def on_a_coarse_runtime(monkeypatch: pytest.MonkeyPatch, bits: Callable[[Path], int]) -> None:
+    """Let ONNX Runtime round to so many bits after the point, by the file that it's given."""
+
+    def coarse(bundle: Any, backend: Any, **options: Any) -> Any:
+        session = open_on(bundle, backend, **options)
+        return Coarse(session, bits(bundle.model_path)) if backend.name == "onnxruntime" else session
+
+    monkeypatch.setattr("rmsnorm_deploy.parity.run.open_on", coarse)
+    monkeypatch.setattr("rmsnorm_deploy.parity.unfused.open_on", coarse)
+
+
+def test_what_the_runtime_loses_on_either_file_is_told_and_forgiven(
+    beside: FakeBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_coarse_runtime(monkeypatch, lambda path: 12)
+    report = run_parity(beside, backends=["onnxruntime"])
+    backend = report.backend("onnxruntime")
+    assert backend.verdict == "pass-as-exact-as-unfused"
+    assert backend.error is not None
+    assert backend.unfused is not None
+    assert backend.unfused.max == pytest.approx(backend.error.max)
+    assert f"before fusing {backend.unfused.max:.3g} and {backend.unfused.mean:.3g}" in report.summary()[1]
+    assert ParityReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+
+
+def test_what_fusing_loses_is_not_forgiven(beside: FakeBundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_coarse_runtime(monkeypatch, lambda path: 14 if path.name == "reference.onnx" else 12)
+    backend = run_parity(beside, backends=["onnxruntime"]).backend("onnxruntime")
+    assert backend.verdict == "fail"
+    assert backend.unfused is not None
+    assert backend.error is not None
+    assert backend.unfused.max < backend.error.max / 2
+
+
+def test_a_file_that_was_wrong_before_fusing_is_not_forgiven(beside: FakeBundle) -> None:
+    """Both files are equally far off, and the runtime is not to blame: the graph is not the traced program's."""
+    edit_model(beside, one_gamma_off_by_a_percent)
+    assert beside.reference_path is not None
+    beside.reference_path.write_bytes(beside.model_path.read_bytes())
+    backend = run_parity(beside, backends=["onnxruntime"]).backend("onnxruntime")
+    assert backend.verdict == "fail"
+    assert backend.unfused is not None
+    assert backend.error is not None
+    assert backend.unfused.max == backend.error.max
+
+
+def test_a_right_model_never_runs_the_file_before_fusing(beside: FakeBundle) -> None:
+    assert beside.reference_path is not None
+    beside.reference_path.unlink()
+    report = run_parity(beside, backends=["onnxruntime"], samples=[])
+    assert "no input could be judged" in report.headline()
+    beside.manifest = {**beside.manifest, "norms": []}
+    report = run_parity(beside, backends=["onnxruntime"])
+    assert report.ok
+    assert report.backend("onnxruntime").unfused is None
+
+
+@pytest.mark.parametrize(
+    ("own", "unfused", "forgiven"),
+    [
+        (error(400, 14), error(384, 13.6), True),
+        (error(400, 18), error(384, 13.6), False),
+        (error(800, 14), error(384, 13.6), False),
+        (error(math.inf, 14, 3), error(math.inf, 13.6, 3), True),
+        (error(math.inf, 14, 4), error(math.inf, 13.6, 3), False),
+    ],
+)
+def test_as_exact_as_before_fusing_has_little_room(own: UlpError, unfused: UlpError, forgiven: bool) -> None:
+    assert as_exact_as_unfused(own, unfused) == forgiven
+
+
+def test_a_file_that_the_runtime_loads_only_before_fusing_fails(beside: FakeBundle) -> None:
+    """And one that it does not load in either form is not run."""
+
+    def unknown_operator(model: ir.Model) -> None:
+        model.graph[-1].op_type = "NoSuchOperator"
+
+    edit_model(beside, unknown_operator)
+    assert run_parity(beside, backends=["onnxruntime"]).backend("onnxruntime").verdict == "fail"
+    assert beside.reference_path is not None
+    beside.reference_path.write_bytes(beside.model_path.read_bytes())
+    assert run_parity(beside).backend("onnxruntime").verdict == "not-run"
+    with pytest.raises(BackendUnavailable, match="cannot run this model"):
+        run_parity(beside, backends=["onnxruntime"])
+
+
+# --- the onnx package's evaluator, and our kernels in PyTorch
+
+
+def test_bfloat16_is_judged_on_any_cpu_by_the_evaluator(tmp_path: Path) -> None:
+    bundle = build(tmp_path, "block", torch.bfloat16)
+    report = run_parity(bundle, backends=["onnx-reference"])
+    assert report.ok
+    worst = report.backend("onnx-reference").error
+    assert worst is not None
+    assert 0.4 < worst.max < next(iter(report.budgets.values())).max
+    edit_model(bundle, exchanged_gammas)
+    assert run_parity(bundle, backends=["onnx-reference"]).backend("onnx-reference").verdict == "fail"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_evaluator_has_a_layer_norm_that_is_right_in_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = torch.nn.LayerNorm(64).to(dtype)
+    torch.nn.init.uniform_(model.weight, 0.5, 1.5)
+    bundle = make_bundle(tmp_path, model, (torch.randn(4, 64).to(dtype),))
+    huge = Sample(
+        "huge", "user", {bundle.manifest["signature"]["inputs"][0]["name"]: numpy_of(900 * torch.randn(4, 64), dtype)}
+    )
+    report = run_parity(bundle, backends=["onnx-reference"], samples=[huge])
+    assert report.backend("onnx-reference").verdict == "pass"
+
+
+def numpy_of(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any]:
+    return to_numpy(tensor.to(dtype))
+
+
+def test_a_large_model_is_left_to_who_asks_for_the_evaluator(
+    block: FakeBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rmsnorm_deploy.parity.evaluator.MAX_BYTES", 1000)
+    result = run_parity(block).backend("onnx-reference")
+    assert result.verdict == "not-run"
+    assert "--backend onnx-reference" in (result.reason or "")
+    assert run_parity(block, backends=["onnx-reference"]).backend("onnx-reference").verdict == "pass"
+
+
+def test_our_kernels_in_pytorch_are_judged_beside_pytorchs_own_operations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rmsnorm_deploy import RMSNorm, ckernel, torch_ops
+
+    model = torch.nn.Sequential(RMSNorm(48), torch.nn.Linear(48, 16), RMSNorm(16))
+    bundle = make_bundle(tmp_path, model, (torch.randn(4, 48),), dims={"n": (0,)})
+    if ckernel.cpu_library() is None:
+        assert "not built" in (run_parity(bundle).backend("pytorch-kernels").reason or "")
+        pytest.skip("the CPU kernels are not built")
+    ran: list[str] = []
+    for name in ("_run_kernel",):
+        own = getattr(torch_ops, name)
+        monkeypatch.setattr(torch_ops, name, lambda *args, own=own: ran.append("kernel") or own(*args))
+    report = run_parity(bundle, backends=["pytorch"])
+    assert report.backend("pytorch").verdict == "pass"
+    assert not ran
+    report = run_parity(bundle, backends=["pytorch-kernels"])
+    assert report.backend("pytorch-kernels").verdict == "pass"
+    assert ran
+
+
+def test_kernels_that_pytorch_would_not_run_are_not_judged(block: FakeBundle) -> None:
+    with pytest.raises(BackendUnavailable, match=r"no norm of the module is rmsnorm_deploy\.RMSNorm"):
+        run_parity(block, backends=["pytorch-kernels"])
+    with pytest.raises(BackendUnavailable, match="only its traced program"):
+        run_parity(FakeBundle(block.path, block.manifest, block.torch_program), backends=["pytorch-kernels"])
 
 
 def test_a_sample_that_onnx_runtime_refuses_before_fusing_too_fails_nobody(tmp_path: Path) -> None:

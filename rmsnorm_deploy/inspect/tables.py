@@ -149,7 +149,7 @@ def zoo_cells(result: Result) -> list[str]:
 def _verdict(result: Result) -> str:
     if result.verdict == "fail" or not result.ok:
         return "FAIL"
-    return {"pass-better-than-eager": "like eager", "pass-within-noise": "in noise"}.get(result.verdict, result.verdict)
+    return {"pass-better-than-eager": "like eager"}.get(result.verdict, result.verdict)
 
 
 def zoo_notes(results: Iterable[Result]) -> list[str]:

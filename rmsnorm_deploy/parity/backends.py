@@ -1,14 +1,16 @@
-"""The backends that parity judges, and how the runtime opens each."""
+"""The backends that parity judges, and how each is opened."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.errors import BackendUnavailable, InputError
 from rmsnorm_deploy.parity.oracle import BundleLike
+from rmsnorm_deploy.parity.ulp import Array
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Backend:
-    """``runtime`` is the backend's name for `open_session`, with ``options``; ``name`` is parity's own, stable.
+    """``runtime`` is the backend's name for `open_session`, with ``options`` (or one of parity's own: see `open_on`);
+    ``name`` is parity's own, stable.
 
     ``limited_shapes``: a refused shape is the engine's profile, not an error.
     """
@@ -29,13 +32,29 @@ class Backend:
     options: dict[str, Any] = field(default_factory=dict)
     limited_shapes: bool = False
 
+    @property
+    def shows_norms(self) -> bool:
+        """Whether values inside the model can be had from it, by their names in the file."""
+        return self.runtime in ("onnxruntime", REFERENCE)
 
+    @property
+    def unfused(self) -> Backend | None:
+        """What runs the model before fusing on the same runtime with the same options; None where nothing does."""
+        if self.runtime == "onnxruntime":
+            return replace(self, options={**self.options, "custom_ops": False})
+        return self if self.runtime == REFERENCE else None
+
+
+REFERENCE = "onnx-reference"
+KERNELS = "pytorch-kernels"
 _CUDA = {"providers": ["CUDAExecutionProvider", "CPUExecutionProvider"], "custom_ops": "auto"}
 
 BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("pytorch", "PyTorch eager", "pytorch"),
+        Backend(KERNELS, "PyTorch with our kernels", KERNELS),
+        Backend(REFERENCE, "onnx reference evaluator", REFERENCE),
         Backend("onnxruntime", "ONNX Runtime", "onnxruntime", {"custom_ops": False}),
         Backend(
             "onnxruntime-unoptimized",
@@ -59,6 +78,70 @@ def chosen(names: Sequence[str] | None) -> list[Backend]:
     return [BACKENDS[name] for name in names] if names is not None else list(BACKENDS.values())
 
 
+class Runner(Protocol):
+    """The part of a session that parity needs."""
+
+    def run(self, feeds: Mapping[str, Array]) -> Mapping[str, Any]: ...
+
+
+class EagerRunner:
+    """PyTorch with the norms of this package on the compiled kernels (``kernels``), or on PyTorch's operations."""
+
+    def __init__(self, bundle: BundleLike, kernels: bool) -> None:
+        self._session = bundle.session("pytorch")
+        self._kernels = kernels
+
+    def run(self, feeds: Mapping[str, Array]) -> Mapping[str, Any]:
+        with _eager_kernels(self._kernels):
+            return self._session.run(feeds)
+
+
+@contextmanager
+def _eager_kernels(wanted: bool) -> Iterator[None]:
+    from rmsnorm_deploy.eager_kernels import use_kernels
+
+    before = use_kernels(wanted)
+    try:
+        yield
+    finally:
+        use_kernels(before)
+
+
+def open_on(bundle: BundleLike, backend: Backend, *, insist: bool = False) -> Runner:
+    """What runs ``bundle`` as ``backend`` does. With ``insist`` a backend that is only slow runs too.
+
+    Raises:
+        BackendUnavailable: the backend is not here, or does not serve this model.
+        InputError: the model cannot be loaded.
+    """
+    if backend.runtime == REFERENCE:
+        from rmsnorm_deploy.parity.evaluator import MAX_BYTES, EvaluatorSession
+
+        return EvaluatorSession(bundle, None if insist else MAX_BYTES)
+    if backend.runtime == KERNELS:
+        _require_kernels(bundle)
+    if backend.runtime in ("pytorch", KERNELS):
+        return EagerRunner(bundle, backend.runtime == KERNELS)
+    return bundle.session(backend.runtime, **backend.options)
+
+
+def _require_kernels(bundle: BundleLike) -> None:
+    """Raises BackendUnavailable where eager PyTorch would run none of the compiled kernels."""
+    from rmsnorm_deploy.ckernel import cpu_library
+    from rmsnorm_deploy.norm import RMSNorm, SkipRMSNorm
+
+    if bundle.eager is None:
+        raise BackendUnavailable(
+            "the module itself is not at hand, only its traced program, which has no kernel of ours"
+        )
+    if not any(isinstance(module, RMSNorm | SkipRMSNorm) for module in bundle.eager.modules()):
+        raise BackendUnavailable(
+            "no norm of the module is rmsnorm_deploy.RMSNorm or SkipRMSNorm, which have the kernels"
+        )
+    if cpu_library() is None:
+        raise BackendUnavailable("the kernels are not built: run python -m rmsnorm_deploy.native build")
+
+
 class HeldBundle:
     """A bundle that reads its program once, however many sessions are opened on it; or one with another model file."""
 
@@ -77,13 +160,13 @@ class HeldBundle:
         return open_session(self, backend, **options)
 
 
-def open_baseline(bundle: BundleLike) -> tuple[str, Session] | None:
+def open_baseline(bundle: BundleLike) -> tuple[str, Runner] | None:
     """The model before export, with its name: PyTorch eager, else the unfused ONNX file with the optimizer off.
 
     None when the bundle holds neither. Raises DeployError when it is there and cannot be opened.
     """
     if bundle.eager is not None or bundle.program() is not None:
-        return "PyTorch eager", bundle.session("pytorch")
+        return BACKENDS["pytorch"].title, open_on(bundle, BACKENDS["pytorch"])
     if bundle.reference_path is None:
         return None
     source = HeldBundle(bundle, bundle.reference_path)

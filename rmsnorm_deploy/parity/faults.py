@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, BackendUnavailable, InputError
-from rmsnorm_deploy.parity.backends import BACKENDS, HeldBundle
+from rmsnorm_deploy.parity.backends import BACKENDS, REFERENCE, HeldBundle
 from rmsnorm_deploy.parity.bisect import upstream
 from rmsnorm_deploy.parity.extract import Graph
 from rmsnorm_deploy.parity.model_faults import MODEL_FAULTS
@@ -156,7 +156,7 @@ def false_alarms(
     return wrong
 
 
-_RUN_ANYWHERE = ("pytorch", "onnxruntime", "onnxruntime-unoptimized", "onnxruntime-kernels")
+_RUN_ANYWHERE = ("pytorch", REFERENCE, "onnxruntime", "onnxruntime-unoptimized", "onnxruntime-kernels")
 
 
 def tiny_bundles(folder: Path) -> Iterator[tuple[str, BundleLike]]:

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from rmsnorm_deploy.parity.onnx_file import read_model
-from rmsnorm_deploy.parity.result import FAIL, PASS, PASS_IN_NOISE, PASS_LIKE_EAGER, Budget
+from rmsnorm_deploy.parity.result import FAIL, PASS, PASS_LIKE_EAGER, Budget
 from rmsnorm_deploy.parity.ulp import FORMATS, UlpError
 
 # an error over the budget passes up to so many times the model's own before export: the largest error is a single
 # element's, and in a trained model differs by more from one right backend to the next than the average does
 EAGER_FACTOR_MEAN = 2.0
 EAGER_FACTOR_MAX = 4.0
-# how far from one run with rounding noise another may be, largest and mean alike
-NOISE_FACTOR = 3.0
+# up to so many times the error of the model before fusing on the same runtime is as exact as that
+UNFUSED_FACTOR_MEAN = 1.25
+UNFUSED_FACTOR_MAX = 2.0
 
 _ROUNDING = 1 / math.sqrt(12)  # standard deviation of one rounding, in ULPs
 _HEADROOM = 3.0  # for what a model does to the rounding errors of its own parts
@@ -81,18 +82,11 @@ def norm_budget(dtype: str, width: int) -> Budget:
     return Budget(dtype, dtype, 1, 0, width, max=top, mean=1 + root / 16)
 
 
-def judge(error: UlpError, eager: UlpError | None, budget: Budget | None, noise: UlpError | None = None) -> str:
-    """The rule id for one measurement; ``budget`` is None for outputs that must be equal (integers, booleans).
-
-    ``noise`` is how far rounding noise moves the truth on this input, where eager PyTorch is over the budget itself.
-    """
+def judge(error: UlpError, eager: UlpError | None, budget: Budget | None) -> str:
+    """The rule id for one measurement; ``budget`` is None for outputs that must be equal (integers, booleans)."""
     max_budget, mean_budget = (budget.max, budget.mean) if budget else (0.0, 0.0)
     if error.mismatched == 0 and error.max <= max_budget and error.mean <= mean_budget:
         return PASS
-    if noise is not None and error.mismatched == 0:
-        near = error.max <= NOISE_FACTOR * noise.max and error.mean <= NOISE_FACTOR * noise.mean
-        if near and not _like_eager(error, eager, max_budget, mean_budget):
-            return PASS_IN_NOISE
     return PASS_LIKE_EAGER if _like_eager(error, eager, max_budget, mean_budget) else FAIL
 
 
@@ -102,6 +96,14 @@ def _like_eager(error: UlpError, eager: UlpError | None, max_budget: float, mean
     # a mismatch makes max infinite, and its count was compared above
     comparable = error.mismatched > 0 or error.max <= max(max_budget, EAGER_FACTOR_MAX * eager.max)
     return comparable and error.mean <= max(mean_budget, EAGER_FACTOR_MEAN * eager.mean)
+
+
+def as_exact_as_unfused(error: UlpError, unfused: UlpError) -> bool:
+    """Whether a fused file is no less exact than the file before fusing on the same runtime."""
+    if error.mismatched > unfused.mismatched:
+        return False
+    comparable = error.mismatched > 0 or error.max <= UNFUSED_FACTOR_MAX * unfused.max
+    return comparable and error.mean <= UNFUSED_FACTOR_MEAN * unfused.mean
 
 
 def _narrowest(dtypes: Iterable[str]) -> str:

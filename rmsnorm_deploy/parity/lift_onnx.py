@@ -13,7 +13,7 @@ precision).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +117,9 @@ def lift(model: ir.Model) -> dict[str, Array]:
     for owner in _owners(model):
         for node in ir.traversal.RecursiveGraphIterator(owner):
             _forget_types([value for value in node.outputs if id(value) not in kept])
+    places = {id(node): number for number, node in enumerate(model.graph)}
     for name in arrays:
-        _widen_at_use(model.graph, model.graph.initializers[name])
+        _widen_at_use(model.graph, model.graph.initializers[name], places)
     return arrays
 
 
@@ -161,9 +162,9 @@ def _lift_initializer(value: ir.Value, arrays: dict[str, Array] | None) -> None:
     value.const_value = ir.ExternalTensor("lifted", 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
 
 
-def _widen_at_use(graph: ir.Graph, value: ir.Value) -> None:
-    """Let a cast in front of the first node that reads ``value`` stand for it everywhere."""
-    places = {id(node): number for number, node in enumerate(graph)}
+def _widen_at_use(graph: ir.Graph, value: ir.Value, places: Mapping[int, int]) -> None:
+    """Let a cast in front of the first node that reads ``value`` stand for it everywhere; ``places`` are the graph's
+    nodes by id."""
     users = [use.node for use in value.uses()]
     if not users:
         return
@@ -279,7 +280,7 @@ def _evaluator(proto: onnx.ModelProto, arrays: dict[str, Array], path: Path) -> 
             return arrays[initializer.name]
 
     try:
-        return Evaluator(proto, new_ops=list(_OWN_OPERATORS))
+        return Evaluator(proto, new_ops=list(OWN_OPERATORS))
     except (NotImplementedError, FileNotFoundError, RuntimeError, TypeError) as error:
         raise InputError(f"{path} has no float64 truth: {error}".splitlines()[0]) from error
 
@@ -288,12 +289,18 @@ def _mean(x: Array, axis: int) -> Array:
     return np.asarray(np.mean(x, axis=tuple(range(axis % x.ndim, x.ndim)), keepdims=True))
 
 
+def _wide(x: Array) -> Array:
+    """Half types in single precision, in which their statistics are taken."""
+    return x.astype(np.promote_types(x.dtype, np.float32))
+
+
 def _rms(x: Array, scale: Array, axis: int, epsilon: float) -> Array:
-    return np.asarray(x / np.sqrt(_mean(x * x, axis) + epsilon) * scale)
+    wide = _wide(x)
+    return np.asarray((wide / np.sqrt(_mean(wide * wide, axis) + epsilon)).astype(x.dtype) * scale)
 
 
 class LayerNormalization(OpRun):
-    """The standard operator; the onnx package's own refuses a float64 stash."""
+    """The standard operator; the onnx package's own refuses a float64 stash, and is wrong in half precision."""
 
     op_domain = ""
 
@@ -306,10 +313,12 @@ class LayerNormalization(OpRun):
         epsilon: float = 1e-5,
         stash_type: int = 1,
     ) -> tuple[Array, ...]:
-        mean = _mean(X, axis)
-        centred = X - mean
-        inverse = 1.0 / np.sqrt(_mean(centred * centred, axis) + epsilon)
-        return (centred * inverse * Scale + (0.0 if B is None else B), mean, inverse)[: len(self.onnx_node.output)]
+        wide = _wide(X)
+        mean = _mean(wide, axis)
+        centred = wide - mean
+        inverse = np.reciprocal(np.sqrt(_mean(centred * centred, axis) + epsilon))
+        y = (centred * inverse).astype(X.dtype) * Scale
+        return (y if B is None else y + B, mean, inverse)[: len(self.onnx_node.output)]
 
 
 class RMSNormalization(OpRun):
@@ -338,12 +347,12 @@ class SkipSimplifiedLayerNormalization(OpRun):
     def _run(
         self, X: Array, skip: Array, gamma: Array, bias: Array | None = None, epsilon: float = 1e-5
     ) -> tuple[Array, ...]:
-        total = X + skip + (0.0 if bias is None else bias)
+        total = X + skip if bias is None else X + skip + bias
         empty = np.zeros(0)
         return (_rms(total, gamma, -1, epsilon), empty, empty, total)[: len(self.onnx_node.output)]
 
 
-_OWN_OPERATORS = (
+OWN_OPERATORS = (
     LayerNormalization,
     RMSNormalization,
     SimplifiedLayerNormalization,

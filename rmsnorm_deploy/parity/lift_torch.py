@@ -8,7 +8,7 @@ The operators are PyTorch's own, never this package's kernels.
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,20 +48,11 @@ _WRAPPERS = {
     "wrap": (0, 1),
 }
 
-_PRODUCTS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "addmm",
-        "baddbmm",
-        "bmm",
-        "conv1d",
-        "conv2d",
-        "einsum",
-        "linear",
-        "matmul",
-        "mm",
-        "scaled_dot_product_attention",
-    )
+# what operators say that have no kernel for double precision; not what they say of operands that do not fit together
+_NO_KERNEL = re.compile(
+    r"not implemented for '(Complex)?Double'|[Uu]nsupported (dtype|scalar type):? (torch\.)?(double|Double|float64)\b"
+    r"|\bgot (Double|double|torch\.float64)\b(?! and )|expected scalar type (Float|Half|BFloat16) but found Double"
+    r"|expect \w+ to be either 32-bit or 16-bit float"
 )
 
 Observer = Callable[[fx.Node, Any], None]
@@ -116,21 +107,9 @@ class TorchProgram:
             values.append(feeds.get(leaf.path, leaf.value))
         return values
 
-    def run(
-        self,
-        values: Sequence[Any],
-        *,
-        lift: bool,
-        observe: Observer | None = None,
-        noise: torch.Generator | None = None,
-    ) -> list[torch.Tensor]:
-        """Tensors of the output in flattened order; float64 when lifted. ``observe`` sees each node and its value.
-
-        With ``noise``, a lifted run disturbs every result by up to one ULP of the dtype that the model has there, and
-        what a matrix product sums by up to sqrt(terms)/2 ULPs, as the roundings of a running sum do. What comes out
-        differs from the truth by what rounding each step must be expected to cost (Parker, Monte Carlo Arithmetic).
-        """
-        interpreter = _Interpreter(self._graph_module, self, lift, observe, noise)
+    def run(self, values: Sequence[Any], *, lift: bool, observe: Observer | None = None) -> list[torch.Tensor]:
+        """Tensors of the output in flattened order; float64 when lifted. ``observe`` sees each node and its value."""
+        interpreter = _Interpreter(self._graph_module, self, lift, observe)
         with torch.no_grad(), _default_dtype(torch.float64 if lift else torch.get_default_dtype()):
             # buffers and inputs may be written in place by the program: it gets its own
             copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
@@ -151,23 +130,14 @@ class TorchProgram:
 
 
 class _Interpreter(fx.Interpreter):
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        owner: TorchProgram,
-        lift: bool,
-        observe: Observer | None,
-        noise: torch.Generator | None = None,
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, owner: TorchProgram, lift: bool, observe: Observer | None) -> None:
         super().__init__(module)
-        self._owner, self._lift, self._observe, self._noise = owner, lift, observe, noise
+        self._owner, self._lift, self._observe = owner, lift, observe
         self._node: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
         self._node = n
         value = super().run_node(n)
-        if self._noise is not None and n.op == "call_function":
-            value = _disturbed(value, n.meta.get("val"), self._noise)
         if self._observe is not None:
             self._observe(n, value)
         return value
@@ -175,7 +145,7 @@ class _Interpreter(fx.Interpreter):
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
         if isinstance(value, fx.GraphModule):
-            return _Subprogram(value, self._owner, self._lift, self._observe, self._noise)
+            return _Subprogram(value, self._owner, self._lift, self._observe)
         if isinstance(value, torch.Tensor):
             return self._owner.constant(value, self._lift)
         return value
@@ -195,8 +165,6 @@ class _Interpreter(fx.Interpreter):
             return super().call_function(target, args, kwargs)
         if name == "aten::view" and any(isinstance(argument, torch.dtype) for argument in args):
             return self._narrow_call(target, args, kwargs)  # the bits of a float64 are not the model's bits
-        if self._noise is not None and name in _PRODUCTS:
-            args = self._disturbed_terms(args)
         try:
             return super().call_function(target, *pytree.tree_map(widen, (args, kwargs)))
         except (RuntimeError, NotImplementedError) as error:
@@ -204,15 +172,6 @@ class _Interpreter(fx.Interpreter):
                 raise
             self._owner.narrowed.add(name)
             return self._narrow_call(target, args, kwargs)
-
-    def _disturbed_terms(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The operands of a matrix product, disturbed as its running sums will be."""
-        assert self._node is not None
-        assert self._noise is not None
-        traced = self._node.meta.get("val")
-        terms = next((arg.shape[-1] for arg in args if isinstance(arg, torch.Tensor) and arg.ndim), 1)
-        ulps = max(1.0, math.sqrt(terms) / 2)
-        return tuple(_disturbed(arg, traced, self._noise, ulps) for arg in args)
 
     def _higher_order(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = _WRAPPERS.get(target.name())
@@ -242,24 +201,11 @@ class _Subprogram:
     owner: TorchProgram
     lift: bool
     observe: Observer | None
-    noise: torch.Generator | None = None
 
     def __call__(self, *operands: Any) -> Any:
         values = [widen(operand) for operand in operands] if self.lift else operands
-        interpreter = _Interpreter(self.module, self.owner, self.lift, self.observe, self.noise)
+        interpreter = _Interpreter(self.module, self.owner, self.lift, self.observe)
         return interpreter.run(*values, enable_io_processing=False)
-
-
-def _disturbed(value: Any, traced: Any, noise: torch.Generator, ulps: float = 1.0) -> Any:
-    """Float64 tensors times 1 + u, |u| at most ``ulps`` of the traced dtype (in tuples too); anything else as is."""
-    if isinstance(value, tuple | list) and isinstance(traced, tuple | list):
-        return type(value)(_disturbed(v, t, noise) for v, t in zip(value, traced, strict=True))
-    if not isinstance(value, torch.Tensor) or value.dtype != torch.float64 or not isinstance(traced, torch.Tensor):
-        return value
-    if not traced.dtype.is_floating_point:
-        return value
-    spread = 2 * torch.rand(value.shape, generator=noise, dtype=torch.float64) - 1
-    return value * (1 + spread * torch.finfo(traced.dtype).eps * ulps)
 
 
 @contextmanager
@@ -279,10 +225,7 @@ def _operator_name(target: Any) -> str:
 
 
 def _lacks_double(error: Exception) -> bool:
-    text = str(error)
-    return isinstance(error, NotImplementedError) or any(
-        sign in text for sign in ("not implemented for 'Double'", "Double", "expected scalar type", "Unsupported dtype")
-    )
+    return isinstance(error, NotImplementedError) or _NO_KERNEL.search(str(error)) is not None
 
 
 def _as_traced(value: Any, node: Any) -> Any:

@@ -48,10 +48,6 @@ class Oracle(ABC):
     def __call__(self, feeds: Mapping[str, Array]) -> list[Array]:
         """The outputs in the manifest's order, floats as float64, for arrays by input name in the model's dtypes."""
 
-    def disturbed(self, feeds: Mapping[str, Array], seed: int) -> list[Array] | None:
-        """The outputs with every step disturbed as its rounding would; None where the program can't be run so."""
-        return None
-
 
 class TorchOracle(Oracle):
     """The traced program of a torch source."""
@@ -69,21 +65,13 @@ class TorchOracle(Oracle):
         return f"the traced PyTorch program with every float in float64{exception}"
 
     def __call__(self, feeds: Mapping[str, Array]) -> list[Array]:
-        return self._run(feeds, None)
-
-    def disturbed(self, feeds: Mapping[str, Array], seed: int) -> list[Array] | None:
-        import torch
-
-        return self._run(feeds, torch.Generator().manual_seed(seed))
-
-    def _run(self, feeds: Mapping[str, Array], noise: torch.Generator | None) -> list[Array]:
         from rmsnorm_deploy.runtime.optional import one_line
         from rmsnorm_deploy.runtime.tensors import to_numpy, to_torch
 
         by_path = {self._paths.get(name, name): to_torch(array) for name, array in feeds.items()}
         values = self.program.bind(by_path)
         try:
-            return [to_numpy(tensor) for tensor in self.program.run(values, lift=True, noise=noise)]
+            return [to_numpy(tensor) for tensor in self.program.run(values, lift=True)]
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             raise InputError(f"the traced program does not run in float64: {one_line(error)}") from error
 

@@ -16,15 +16,15 @@ FORMAT = 1
 
 PASS = "pass"
 PASS_LIKE_EAGER = "pass-better-than-eager"
-PASS_IN_NOISE = "pass-within-noise"
+PASS_LIKE_UNFUSED = "pass-as-exact-as-unfused"
 FAIL = "fail"
 NOT_RUN = "not-run"
 
 VERDICTS = {
     PASS: "within the budget",
     PASS_LIKE_EAGER: "over the budget, and no worse than the model's own error before export allows",
-    PASS_IN_NOISE: "over the budget on an input that magnifies rounding, and no further off than rounding moves it",
-    FAIL: "over the budget, and worse than the model before export",
+    PASS_LIKE_UNFUSED: "over the budget, and as exact as the model before fusing is on the same runtime",
+    FAIL: "over the budget, and worse than the model before export and before fusing",
     NOT_RUN: "could not be judged here",
 }
 
@@ -58,7 +58,8 @@ class SampleRecord:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One output of one backend on one sample. ``eager`` is the error of the model before export on the same input."""
+    """One output of one backend on one sample. ``eager`` is the error of the model before export on the same input;
+    ``unfused`` that of the model before fusing on the same runtime, where it was asked for."""
 
     backend: str
     sample: str
@@ -68,13 +69,15 @@ class Measurement:
     error: UlpError | None
     eager: UlpError | None
     reason: str | None = None
+    unfused: UlpError | None = None
 
 
 @dataclass(frozen=True)
 class BackendResult:
     """The worst over all samples and outputs of one backend.
 
-    ``versus_eager`` is the mean error as a ratio to eager's, over all measurements: below 1 is more exact.
+    ``versus_eager`` is the mean error as a ratio to eager's, over all measurements: below 1 is more exact. ``unfused``
+    is the error of the model before fusing on the same runtime, over the measurements for which it was asked for.
     """
 
     name: str
@@ -86,6 +89,7 @@ class BackendResult:
     worst_sample: str | None = None
     worst_output: str | None = None
     seconds: float = 0.0
+    unfused: UlpError | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,10 @@ def _figures(backend: BackendResult) -> str:
         return f" ({backend.reason})"
     if backend.error is None:
         return ""
-    return f" (max {backend.error.max:.3g}, mean {backend.error.mean:.3g} ULP; worst on {backend.worst_sample})"
+    beside = ""
+    if backend.unfused is not None:
+        beside = f", before fusing {backend.unfused.max:.3g} and {backend.unfused.mean:.3g}"
+    return f" (max {backend.error.max:.3g}, mean {backend.error.mean:.3g} ULP{beside}; worst on {backend.worst_sample})"
 
 
 def _plain(value: Any) -> Any:
@@ -195,7 +202,7 @@ def _finding(record: Mapping[str, Any]) -> Finding:
 
 def _restore(kind: type[Any], record: Mapping[str, Any]) -> Any:
     values = dict(record)
-    for name in ("error", "eager"):
+    for name in ("error", "eager", "unfused"):
         if isinstance(values.get(name), Mapping):
             error = _numbers(values[name])
             values[name] = UlpError(**{**error, "worst": tuple(error["worst"]), "histogram": tuple(error["histogram"])})

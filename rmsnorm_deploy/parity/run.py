@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
-from rmsnorm_deploy.parity.backends import Backend, HeldBundle, chosen, open_baseline
+from rmsnorm_deploy.parity.backends import Backend, HeldBundle, Runner, chosen, open_baseline, open_on
 from rmsnorm_deploy.parity.judge import budgets, judge
 from rmsnorm_deploy.parity.memory import give_back_memory
 from rmsnorm_deploy.parity.norm_result import Finding, SiteError
@@ -20,8 +19,8 @@ from rmsnorm_deploy.parity.result import (
     FAIL,
     NOT_RUN,
     PASS,
-    PASS_IN_NOISE,
     PASS_LIKE_EAGER,
+    PASS_LIKE_UNFUSED,
     BackendResult,
     Budget,
     Measurement,
@@ -32,14 +31,12 @@ from rmsnorm_deploy.parity.samples import Sample, make_samples
 from rmsnorm_deploy.parity.scratch import Scratch
 from rmsnorm_deploy.parity.sites import find_sites
 from rmsnorm_deploy.parity.ulp import Array, UlpError, ulp_error, worst_of
+from rmsnorm_deploy.parity.unfused import beside_unfused, refuses_unfused_too
 from rmsnorm_deploy.runtime.optional import one_line
-
-if TYPE_CHECKING:
-    from rmsnorm_deploy.runtime.session import Session
 
 Progress = Callable[[str], None]
 
-_SEVERITY = {NOT_RUN: 0, PASS: 1, PASS_LIKE_EAGER: 2, PASS_IN_NOISE: 3, FAIL: 4}
+_SEVERITY = {NOT_RUN: 0, PASS: 1, PASS_LIKE_EAGER: 2, PASS_LIKE_UNFUSED: 3, FAIL: 4}
 
 
 # what a model's own code may raise on an input that it was not made for
@@ -53,7 +50,6 @@ class Case:
     sample: Sample
     truth: dict[str, Array]
     eager: dict[str, tuple[str, UlpError]]
-    noise: dict[str, UlpError] = field(default_factory=dict)
 
 
 def run_parity(
@@ -108,8 +104,7 @@ def prepare(
     baseline, baseline_problem = _baseline(bundle)
     inputs = list(samples) if samples is not None else make_samples(bundle.manifest, seed=seed)
     names = [item["name"] for item in bundle.manifest["signature"]["outputs"]]
-    limits = budgets(bundle.manifest, bundle.model_path)
-    cases, records = _cases(inputs, names, oracle, baseline[1] if baseline else None, limits, say)
+    cases, records = _cases(inputs, names, oracle, baseline[1] if baseline else None, say)
     description, title = oracle.description, baseline[0] if baseline else None
     del oracle, baseline
     give_back_memory(bundle.path)  # float64 weights that are held in a cycle
@@ -155,7 +150,7 @@ def judge_prepared(
                 result, own = _judge_baseline(backend, prepared.cases, limits)
             else:
                 result, own = _judge_backend(bundle, backend, prepared.cases, limits, insist)
-            if checks is not None and backend.runtime == "onnxruntime" and result.verdict != NOT_RUN:
+            if checks is not None and backend.shows_norms and result.verdict != NOT_RUN:
                 at_norms = judge_sites(checks, backend, prepared.sites)
                 result = _with_norms(result, at_norms)
                 sites += at_norms
@@ -213,7 +208,7 @@ def _bisected(
     return [bisect(checks, backend, cases[0], next(iter(limits.values()), None), save_to)]
 
 
-def _baseline(bundle: BundleLike) -> tuple[tuple[str, Session] | None, str | None]:
+def _baseline(bundle: BundleLike) -> tuple[tuple[str, Runner] | None, str | None]:
     """The model before export, or why it does not run: a source may be invalid where the exported model is not."""
     try:
         return open_baseline(bundle), None
@@ -229,8 +224,7 @@ def _cases(
     samples: Sequence[Sample],
     names: Sequence[str],
     oracle: Oracle,
-    baseline: Session | None,
-    limits: dict[str, Budget],
+    baseline: Runner | None,
     say: Progress,
 ) -> tuple[list[Case], list[SampleRecord]]:
     """Truth and eager's own error for each sample; a sample that either refuses judges nobody, and says why."""
@@ -242,32 +236,15 @@ def _cases(
             own = _run(baseline, sample) if baseline is not None else {}
             truth = dict(zip(names, oracle(sample.feeds), strict=True))
             eager = {name: (array.dtype.name, ulp_error(array, truth[name])) for name, array in own.items()}
-            noise = _noise(oracle, sample, truth, eager, limits)
         except _REFUSALS as error:
             records.append(replace(record, skipped=f"the model refuses it: {one_line(error)}"))
             continue
         records.append(record)
-        cases.append(Case(sample, truth, eager, noise))
+        cases.append(Case(sample, truth, eager))
     return cases, records
 
 
-def _noise(
-    oracle: Oracle,
-    sample: Sample,
-    truth: dict[str, Array],
-    eager: dict[str, tuple[str, UlpError]],
-    limits: dict[str, Budget],
-) -> dict[str, UlpError]:
-    """How far rounding noise moves each output of an adversarial sample on which eager itself is over the budget."""
-    over = [name for name, (dtype, error) in eager.items() if dtype in limits and error.max > limits[dtype].max]
-    moved = oracle.disturbed(sample.feeds, seed=0) if sample.kind == "adversarial" and over else None
-    if moved is None:
-        return {}
-    by_name = dict(zip(truth, moved, strict=True))
-    return {name: ulp_error(by_name[name], truth[name], eager[name][0]) for name in over}
-
-
-def _run(session: Session, sample: Sample) -> dict[str, Array]:
+def _run(session: Runner, sample: Sample) -> dict[str, Array]:
     import numpy as np
 
     return {name: np.asarray(array) for name, array in session.run(sample.feeds).items()}
@@ -290,43 +267,30 @@ def _judge_backend(
 ) -> tuple[BackendResult, list[Measurement]]:
     start = time.perf_counter()
     try:
-        session = bundle.session(backend.runtime, **backend.options)
+        session = open_on(bundle, backend, insist=insist)
     except BackendUnavailable as error:
         if insist:
             raise
         return BackendResult(backend.name, backend.title, NOT_RUN, str(error)), []
     except InputError as error:
-        # a backend that has no kernel for the model's dtypes computes nothing wrong
-        verdict = NOT_RUN if "NOT_IMPLEMENTED" in str(error) else FAIL
+        verdict = NOT_RUN if refuses_unfused_too(bundle, backend, str(error)) else FAIL
         if insist and verdict == NOT_RUN:
             raise BackendUnavailable(f"{backend.title} cannot run this model: {error}") from error
         return BackendResult(backend.name, backend.title, verdict, str(error)), []
-    measurements = [m for case in cases for m in _judge_case(bundle, session, backend, case, limits)]
+    measurements = [m for case in cases for m in _judge_case(session, backend, case, limits)]
+    del session
+    known = {case.sample.name: (case.sample, case.truth) for case in cases}
+    measurements = beside_unfused(bundle, backend, measurements, known, limits)
     return _summarise(backend, measurements, time.perf_counter() - start), measurements
 
 
-def _judge_case(
-    bundle: BundleLike, session: Session, backend: Backend, case: Case, limits: dict[str, Budget]
-) -> list[Measurement]:
+def _judge_case(session: Runner, backend: Backend, case: Case, limits: dict[str, Budget]) -> list[Measurement]:
     try:
         outputs = _run(session, case.sample)
     except DeployError as error:
-        excused = backend.limited_shapes or _refuses_unfused(bundle, backend, case.sample)
-        verdict = NOT_RUN if excused else FAIL
+        verdict = NOT_RUN if backend.limited_shapes else FAIL
         return [Measurement(backend.name, case.sample.name, "", "", verdict, None, None, str(error))]
     return [_measure(backend, case, name, outputs[name], limits) for name in case.truth]
-
-
-def _refuses_unfused(bundle: BundleLike, backend: Backend, sample: Sample) -> bool:
-    """Whether ONNX Runtime, with the same options, refuses the sample for the model before fusing too."""
-    if backend.runtime != "onnxruntime" or bundle.reference_path is None:
-        return False
-    options = {**backend.options, "custom_ops": False}
-    try:
-        _run(HeldBundle(bundle, bundle.reference_path).session("onnxruntime", **options), sample)
-    except DeployError:
-        return True
-    return False
 
 
 def _measure(backend: Backend, case: Case, output: str, got: Array, limits: dict[str, Budget]) -> Measurement:
@@ -336,7 +300,7 @@ def _measure(backend: Backend, case: Case, output: str, got: Array, limits: dict
         error = ulp_error(got, case.truth[output])
     except ValueError as problem:
         return Measurement(backend.name, case.sample.name, output, dtype, FAIL, None, eager, str(problem))
-    verdict = judge(error, eager, limits.get(dtype), case.noise.get(output))
+    verdict = judge(error, eager, limits.get(dtype))
     return Measurement(backend.name, case.sample.name, output, dtype, verdict, error, eager)
 
 
@@ -356,7 +320,13 @@ def _summarise(backend: Backend, measurements: Sequence[Measurement], seconds: f
         worst_sample=worst.sample,
         worst_output=worst.output,
         seconds=seconds,
+        unfused=_worst_unfused(measurements),
     )
+
+
+def _worst_unfused(measurements: Sequence[Measurement]) -> UlpError | None:
+    errors = [m.unfused for m in measurements if m.unfused is not None]
+    return worst_of(errors) if errors else None
 
 
 def _versus_eager(measurements: Sequence[Measurement]) -> float | None:

@@ -14,7 +14,8 @@ import numpy as np
 import onnx
 
 from rmsnorm_deploy.errors import InputError
-from rmsnorm_deploy.parity.backends import Backend
+from rmsnorm_deploy.parity.backends import REFERENCE, Backend
+from rmsnorm_deploy.parity.evaluator import EvaluatorSession
 from rmsnorm_deploy.parity.extract import with_outputs
 from rmsnorm_deploy.parity.onnx_file import ort_value, read_model
 from rmsnorm_deploy.parity.ulp import Array
@@ -33,7 +34,7 @@ class ModelFile:
         self.model_path, self.path, self.manifest = path, path.parent, manifest
         self.reference_path: Path | None = None
         self.eager: torch.nn.Module | None = None
-        self._weights = weights or {}
+        self.weights = weights or {}
 
     def program(self) -> torch.export.ExportedProgram | None:
         return None
@@ -41,8 +42,8 @@ class ModelFile:
     def session(self, backend: str = "onnxruntime", **options: Any) -> Session:
         from rmsnorm_deploy.runtime import open_session
 
-        if self._weights:
-            options["session_options"] = _options_with(self._weights)
+        if self.weights:
+            options["session_options"] = _options_with(self.weights)
             if options.get("custom_ops") == "auto":
                 options["custom_ops"] = native_library("ort") is not None
         return open_session(self, backend, **options)
@@ -58,19 +59,21 @@ def _options_with(weights: Mapping[str, Array]) -> Any:
     return options
 
 
-def stored_weights(model: onnx.ModelProto, folder: Path) -> dict[str, Array]:
+def stored_weights(model: onnx.ModelProto, folder: Path, files: dict[Path, Array] | None = None) -> dict[str, Array]:
     """The external weights of a model as arrays over their file, of which a page is read when it is used.
 
-    Raises InputError where one lies outside ``folder`` or is not whole.
+    ``files`` are those that are mapped already: models that share one then share its memory. Raises InputError where a
+    weight lies outside ``folder`` or is not whole.
     """
+    files = {} if files is None else files
     return {
-        tensor.name: _mapped(tensor, folder)
+        tensor.name: _mapped(tensor, folder, files)
         for tensor in model.graph.initializer
         if tensor.data_location == onnx.TensorProto.EXTERNAL
     }
 
 
-def _mapped(tensor: onnx.TensorProto, folder: Path) -> Array:
+def _mapped(tensor: onnx.TensorProto, folder: Path, files: dict[Path, Array]) -> Array:
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     if not location or Path(location).is_absolute() or ".." in Path(location).parts:
@@ -80,11 +83,13 @@ def _mapped(tensor: onnx.TensorProto, folder: Path) -> Array:
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return np.zeros(shape, dtype)
+    path, start = folder / location, int(entries.get("offset", 0))
     try:
-        data = np.memmap(folder / location, np.uint8, "r", int(entries.get("offset", 0)), (size,))
+        if path not in files:
+            files[path] = np.asarray(np.memmap(path, np.uint8, "r"))
+        return files[path][start : start + size].view(dtype).reshape(shape)
     except (OSError, ValueError) as error:
-        raise InputError(f"{folder / location} does not hold the weight {tensor.name!r}: {error}") from error
-    return np.asarray(data).view(dtype).reshape(shape)
+        raise InputError(f"{path} does not hold the weight {tensor.name!r}: {error}") from error
 
 
 class Scratch:
@@ -93,7 +98,7 @@ class Scratch:
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="rmsnorm_deploy-"))
         self._count = 0
-        self._held: list[Mapping[str, Array]] = []  # sessions read them as long as they live
+        self._files: dict[Path, Array] = {}  # sessions read them as long as they live
 
     def __enter__(self) -> Scratch:
         return self
@@ -132,13 +137,14 @@ class Scratch:
         folder.mkdir()
         path = folder / "model.onnx"
         path.write_bytes(model.SerializeToString())
-        weights = stored_weights(model, data) if data is not None else {}
-        self._held.append(weights)
+        weights = stored_weights(model, data, self._files) if data is not None else {}
         return ModelFile(path, manifest, weights)
 
 
 def open_backend(file: ModelFile, backend: Backend) -> Session:
     """A session of ``file`` as ``backend`` opens one."""
+    if backend.runtime == REFERENCE:
+        return EvaluatorSession(file, None, file.weights)
     return file.session(backend.runtime, **backend.options)
 
 

@@ -13,8 +13,8 @@ from rmsnorm_deploy.parity.result import (
     FAIL,
     NOT_RUN,
     PASS,
-    PASS_IN_NOISE,
     PASS_LIKE_EAGER,
+    PASS_LIKE_UNFUSED,
     BackendResult,
     Budget,
     ParityReport,
@@ -25,11 +25,11 @@ Parity = ParityReport | Mapping[str, Any] | None
 Benchmark = BenchmarkReport | Mapping[str, Any] | None
 
 # symbol and words beside every colour, so that none depends on it
-SYMBOLS = {PASS: "✓", PASS_LIKE_EAGER: "✓", PASS_IN_NOISE: "✓", FAIL: "✗", NOT_RUN: "–"}
+SYMBOLS = {PASS: "✓", PASS_LIKE_EAGER: "✓", PASS_LIKE_UNFUSED: "✓", FAIL: "✗", NOT_RUN: "–"}
 WORDS = {
     PASS: "pass",
     PASS_LIKE_EAGER: "pass, as exact as eager",
-    PASS_IN_NOISE: "pass, within rounding noise",
+    PASS_LIKE_UNFUSED: "pass, as exact as before fusing",
     FAIL: "fail",
     NOT_RUN: "not run",
 }
@@ -193,7 +193,7 @@ def not_run(parity: ParityReport) -> list[BackendResult]:
 
 def judged(parity: ParityReport) -> list[BackendResult]:
     """Backends with a verdict, the failing ones first."""
-    order = {FAIL: 0, PASS_IN_NOISE: 1, PASS_LIKE_EAGER: 1, PASS: 1}
+    order = {FAIL: 0, PASS_LIKE_UNFUSED: 1, PASS_LIKE_EAGER: 1, PASS: 1}
     ran = [backend for backend in parity.backends if backend.verdict != NOT_RUN]
     return sorted(ran, key=lambda backend: order[backend.verdict])
 
