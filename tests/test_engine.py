@@ -18,7 +18,7 @@ import tensorrt_support as support
 
 from rmsnorm_deploy import errors
 from rmsnorm_deploy.bundle import open_bundle
-from rmsnorm_deploy.engine import EngineOptions, build_engines
+from rmsnorm_deploy.engine import EngineOptions, build_engines, timing
 from rmsnorm_deploy.engine import build as engine_build
 from rmsnorm_deploy.engine.cli import main
 from rmsnorm_deploy.engine.dims import evaluate
@@ -27,6 +27,7 @@ from rmsnorm_deploy.engine.profiles import default_profile, describe, parse_prof
 from rmsnorm_deploy.engine.request import BuildRequest
 from rmsnorm_deploy.engine.triton import TYPES, config
 from rmsnorm_deploy.engine.triton import main as triton
+from rmsnorm_deploy.report.engines import engine_rows
 from rmsnorm_deploy.runtime.engines import (
     EngineRecord,
     as_metadata,
@@ -274,6 +275,63 @@ def engine_record(path: Path, manifest: dict[str, Any]) -> EngineRecord:
     rest: Any = {"runtime": "tensorrt", "runtime_version": "10.14.1", "version_compatible": False, "sm": (89,)}
     rest |= {"precision": "fp16", "plugin": None, "profiles": (), "inputs": {}, "outputs": {}, "milliseconds": None}
     return EngineRecord(path.stem, path, digest, model_identity(manifest), **rest)
+
+
+# ---- which of two is kept
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from rmsnorm_deploy.export.pipeline import export_model
+
+    folder = tmp_path_factory.mktemp("exported") / "b"
+    return export_model(support.ROOT / "export" / "rms_norm.py", out_dir=folder, check=False, benchmark=False).path
+
+
+@pytest.mark.parametrize(("plugin", "native", "kept"), [(0.25, 0.5, "plugin"), (0.5, 0.25, "native")])
+def test_the_faster_of_two_engines_is_kept_and_both_times_are_reported(
+    plugin: float, native: float, kept: str, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = open_bundle(shutil.copytree(exported, tmp_path / "b"))
+    folder = bundle.path / "engines"
+    folder.mkdir()
+    records = []
+    for name in ("plugin", "native"):
+        (folder / f"{name}.engine").write_bytes(name.encode())
+        records.append(engine_record(folder / f"{name}.engine", bundle.manifest))
+        (folder / f"{name}.json").write_text(json.dumps(as_metadata(records[-1], variant=name)))
+    (bundle.path / "report.html").write_text("before the engines")
+    said: list[str] = []
+    engine_build._timed(bundle, records, said.append)
+    engine_build._report(bundle, said.append)
+    assert (bundle.path / "report.html").read_text().count("kept, untimed") == 2
+    monkeypatch.setattr(timing, "runs_here", lambda records: True)
+    monkeypatch.setattr(timing, "time_engines", lambda *_: {"plugin": plugin, "native": native})
+    (fastest,) = engine_build._timed(bundle, records, said.append)
+    engine_build._report(bundle, said.append)
+    assert (fastest.name, fastest.milliseconds) == (kept, 0.25)
+    assert read_engines(folder) == [fastest]
+    assert fastest.milliseconds_of_all == {"plugin": plugin, "native": native}
+    assert json.loads((folder / f"{kept}.json").read_text())["variant"] == kept
+    rows = engine_rows(bundle)
+    assert [(row.name, row.milliseconds, row.state) for row in rows] == [
+        (kept, 0.25, "kept"),
+        ("native" if kept == "plugin" else "plugin", 0.5, "slower, and removed"),
+    ]
+    page = (bundle.path / "report.html").read_text()
+    assert "TensorRT engines" in page
+    assert "slower, and removed" in page
+    assert sorted(path.name for path in folder.iterdir()) == [f"{kept}.engine", f"{kept}.json"]
+
+
+def test_evidence_of_another_version_leaves_the_report_as_it_was(exported: Path, tmp_path: Path) -> None:
+    bundle = open_bundle(shutil.copytree(exported, tmp_path / "b"))
+    (bundle.path / "report.html").write_text("before")
+    (bundle.path / "parity.json").write_text('{"format": 0}')
+    said: list[str] = []
+    engine_build._report(bundle, said.append)
+    assert (bundle.path / "report.html").read_text() == "before"
+    assert said[0].startswith("warning: report.html is left as it was: parity.json has format 0")
 
 
 # ---- precision

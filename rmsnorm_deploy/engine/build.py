@@ -82,7 +82,9 @@ def build_engines(
     for profile in profiles:
         tell(f"profile {describe(profile)}")
     records = [_build(opened, chosen, profiles, variant, tell) for variant in _variants(opened, chosen, tell)]
-    return _timed(opened, records, tell)
+    kept = _timed(opened, records, tell)
+    _report(opened, tell)
+    return kept
 
 
 def _sms(options: EngineOptions) -> tuple[int, ...]:
@@ -241,7 +243,7 @@ def _timed(bundle: Bundle, records: list[EngineRecord], tell: Say) -> list[Engin
         tell("no GPU here runs these engines: all are kept, untimed")
         return records
     times = time_engines(bundle, records)
-    timed = [with_changes(record, milliseconds=times[record.name]) for record in records]
+    timed = [with_changes(record, milliseconds=times[record.name], milliseconds_of_all=times) for record in records]
     for record in timed:
         path = record.path.with_suffix(".json")
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -253,3 +255,15 @@ def _timed(bundle: Bundle, records: list[EngineRecord], tell: Say) -> list[Engin
         slower.path.with_suffix(".json").unlink()
         tell(f"{slower.name} is slower, and removed")
     return timed[:1]
+
+
+def _report(bundle: Bundle, tell: Say) -> None:
+    """The engines and their times are in the bundle's report, where it has one."""
+    from rmsnorm_deploy.report.html import rewrite_html
+
+    if not (bundle.path / "report.html").is_file():
+        return
+    try:
+        rewrite_html(bundle)
+    except InputError as error:  # the engines are built and right, whatever the evidence of an older version says
+        tell(f"warning: report.html is left as it was: {error}")

@@ -124,11 +124,11 @@ class _Build:
                 plugins.add(layer.name)
         self.answer.layers = self.network.num_layers
         self.answer.plugin_layers = len(plugins)
-        if self.request.plugin:
-            missing = [name for name in self.request.norms if name not in plugins]
-            if missing:
-                count = f"{len(missing)} of {len(self.request.norms)} norms"
-                raise InputError(f"{count} did not become plugin layers: {missing[0]!r} is the first")
+        wrong = [name for name in self.request.norms if (name in plugins) != bool(self.request.plugin)]
+        if wrong:
+            count = f"{len(wrong)} of {len(self.request.norms)} norms"
+            became = "did not become plugin layers" if self.request.plugin else "became plugin layers, and were not to"
+            raise InputError(f"{count} {became}: {wrong[0]!r} is the first")
         for kind in ("input", "output"):
             for index in range(getattr(self.network, f"num_{kind}s")):
                 self.answer.io.append(self._tensor(kind, getattr(self.network, f"get_{kind}")(index)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity.oracle import BundleLike
 from rmsnorm_deploy.parity.result import ParityReport
 from rmsnorm_deploy.report import view
+from rmsnorm_deploy.report.engines import engine_rows
 from rmsnorm_deploy.report.plots import WIDTHS, depth_plot, error_plot, speed_plot
 
 MAX_ROWS = 500  # of a table: the manifest has them all
@@ -27,6 +29,23 @@ def write_html(bundle: BundleLike, parity: view.Parity, benchmark: view.Benchmar
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def rewrite_html(bundle: BundleLike) -> None:
+    """Write a bundle's report.html anew from the evidence that lies beside it, as after engines were built.
+
+    Raises:
+        InputError: evidence of another version of this package, or a report that cannot be written.
+    """
+    parity, benchmark = (_evidence(bundle.path / name) for name in ("parity.json", "benchmark.json"))
+    write_html(bundle, parity, benchmark, bundle.path / "report.html")
+
+
+def _evidence(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except ValueError as error:
+        raise InputError(f"{path} is damaged: {error}") from error
 
 
 def render(bundle: BundleLike, parity: ParityReport | None, benchmark: BenchmarkReport | None) -> str:
@@ -61,6 +80,7 @@ def render(bundle: BundleLike, parity: ParityReport | None, benchmark: Benchmark
         depth_plots=_depth_plots(parity),
         depth_alt=view.depth_text(parity) if parity is not None else "",
         speed=_speed(benchmark),
+        engines=engine_rows(bundle),
     )
 
 

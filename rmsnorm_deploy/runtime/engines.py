@@ -6,11 +6,13 @@
      "runtime": "tensorrt", "runtime_version": "10.14.1.48", "version_compatible": false,
      "sm": [89], "precision": "fp16", "plugin": "embedded" | null, "plugin_sha256": "..." | null,
      "profiles": [{"x": {"min": [1, 16], "opt": [4, 16], "max": [8, 16]}}],
-     "inputs": {"x": "float16"}, "outputs": {"y": "float16"}, "milliseconds": 0.41 | null}
+     "inputs": {"x": "float16"}, "outputs": {"y": "float16"},
+     "milliseconds": 0.41 | null, "milliseconds_of_all": {"fp16-plugin": 0.41, "fp16-native": 0.44}}
 
 ``sha256`` is that of the engine's file, ``model_sha256`` is `model_identity` of the bundle it was built from; ``sm``
 lists the compute capabilities that the engine was built for, or is null for one that runs on any; "embedded" means that
-the plugin library is within the engine; ``milliseconds`` is null for an engine never timed.
+the plugin library is within the engine; ``milliseconds`` is null for an engine never timed, and ``milliseconds_of_all``
+has it with those of the engines that it was timed against, of which the slower ones were removed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ class EngineRecord:
     inputs: Mapping[str, str]
     outputs: Mapping[str, str]
     milliseconds: float | None
+    milliseconds_of_all: Mapping[str, float] = field(default_factory=dict)
 
 
 def read_engines(folder: Path) -> list[EngineRecord]:
@@ -80,6 +83,7 @@ def read_engine(path: Path) -> EngineRecord:
             inputs=dict(data["inputs"]),
             outputs=dict(data["outputs"]),
             milliseconds=data.get("milliseconds"),
+            milliseconds_of_all=dict(data.get("milliseconds_of_all", {})),
         )
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
@@ -223,5 +227,6 @@ def as_metadata(record: EngineRecord, **extra: Any) -> dict[str, Any]:
         "inputs": dict(record.inputs),
         "outputs": dict(record.outputs),
         "milliseconds": record.milliseconds,
+        "milliseconds_of_all": dict(record.milliseconds_of_all),
         **extra,
     }
