@@ -24,6 +24,7 @@ from rmsnorm_deploy.parity.__main__ import main
 from rmsnorm_deploy.parity.backends import open_on
 from rmsnorm_deploy.parity.judge import as_exact_as_unfused, budget_for, judge
 from rmsnorm_deploy.parity.ulp import UlpError
+from rmsnorm_deploy.report.view import verdict
 from rmsnorm_deploy.runtime.tensors import to_numpy
 
 HERE = ["pytorch", "onnxruntime", "onnxruntime-unoptimized"]
@@ -491,6 +492,23 @@ def test_bfloat16_is_judged_on_any_cpu_by_the_evaluator(tmp_path: Path) -> None:
     assert run_parity(bundle, backends=["onnx-reference"]).backend("onnx-reference").verdict == "fail"
 
 
+def test_a_model_that_nothing_here_runs_is_not_proved_and_says_what_proves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rmsnorm_deploy.parity.evaluator.MAX_BYTES", 1000)
+    report = run_parity(build(tmp_path, "block", torch.bfloat16))
+    if report.backend("onnxruntime").verdict != "not-run":
+        assert report.unproved is None  # a later ONNX Runtime has the kernels
+        return
+    assert report.ok
+    assert report.headline() == (
+        "Not proved: no backend here runs the exported model; to prove it: python -m rmsnorm_deploy.parity BUNDLE "
+        "--backend onnx-reference (slow), or an export with --precision fp32, or a machine with an NVIDIA GPU"
+    )
+    assert verdict(report, norms=2).state == "unknown"
+    assert "--backend onnx-reference" in verdict(report, norms=2).detail
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_evaluator_has_a_layer_norm_that_is_right_in_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
     model = torch.nn.LayerNorm(64).to(dtype)
@@ -513,7 +531,7 @@ def test_a_large_model_is_left_to_who_asks_for_the_evaluator(
     monkeypatch.setattr("rmsnorm_deploy.parity.evaluator.MAX_BYTES", 1000)
     result = run_parity(block).backend("onnx-reference")
     assert result.verdict == "not-run"
-    assert "--backend onnx-reference" in (result.reason or "")
+    assert "parity BUNDLE --backend onnx-reference" in (result.reason or "")
     assert run_parity(block, backends=["onnx-reference"]).backend("onnx-reference").verdict == "pass"
 
 

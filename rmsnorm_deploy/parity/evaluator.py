@@ -16,6 +16,7 @@ from onnx.reference.op_run import OpRun
 from rmsnorm_deploy.errors import BackendUnavailable, InputError
 from rmsnorm_deploy.parity.lift_onnx import OWN_OPERATORS
 from rmsnorm_deploy.parity.onnx_file import read_model
+from rmsnorm_deploy.parity.result import ASK_EVALUATOR
 from rmsnorm_deploy.parity.ulp import Array
 from rmsnorm_deploy.runtime.optional import one_line
 from rmsnorm_deploy.runtime.session import BundleLike, Session
@@ -46,8 +47,8 @@ class EvaluatorSession(Session):
         size = sum(file.stat().st_size for file in bundle.model_path.parent.glob(f"{bundle.model_path.name}*"))
         if max_bytes is not None and size > max_bytes:
             raise BackendUnavailable(
-                f"a model of {size / 1e6:.0f} MB takes the onnx package's evaluator long: "
-                "--backend onnx-reference runs it all the same"
+                f"a model of {size / 1e6:.0f} MB takes the onnx package's evaluator long; to run it all the same: "
+                + ASK_EVALUATOR
             )
         read_model(bundle.model_path)
         try:

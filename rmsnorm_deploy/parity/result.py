@@ -20,6 +20,8 @@ PASS_LIKE_UNFUSED = "pass-as-exact-as-unfused"
 FAIL = "fail"
 NOT_RUN = "not-run"
 
+ASK_EVALUATOR = "python -m rmsnorm_deploy.parity BUNDLE --backend onnx-reference"
+
 VERDICTS = {
     PASS: "within the budget",
     PASS_LIKE_EAGER: "over the budget, and no worse than the model's own error before export allows",
@@ -122,6 +124,19 @@ class ParityReport:
         """The result of one backend; KeyError for a name that was not asked for."""
         return {backend.name: backend for backend in self.backends}[name]
 
+    @property
+    def unproved(self) -> str | None:
+        """Where no backend here runs the exported model: a sentence that says so, and what would prove it."""
+        exported = [backend for backend in self.backends if not backend.name.startswith("pytorch")]
+        if not exported or any(backend.verdict != NOT_RUN for backend in exported):
+            return None
+        ways = ["python -m rmsnorm_deploy.doctor says what is missing"]
+        if any(budget.computed_in == "bfloat16" for budget in self.budgets.values()):
+            ways = ["an export with --precision fp32", "a machine with an NVIDIA GPU"]
+        if any(ASK_EVALUATOR in (backend.reason or "") for backend in exported):
+            ways.insert(0, f"{ASK_EVALUATOR} (slow)")
+        return f"no backend here runs the exported model; to prove it: {', or '.join(ways)}"
+
     def summary(self) -> list[str]:
         """A line a backend, the worst first, after a line that gives the verdict."""
         lines = [self.headline()]
@@ -136,6 +151,8 @@ class ParityReport:
         failed = [backend.title for backend in self.backends if backend.verdict == FAIL]
         if failed:
             return f"Parity failed on {', '.join(failed)}"
+        if self.unproved is not None:
+            return f"Not proved: {self.unproved}"
         ran = [backend.title for backend in self.backends if backend.verdict != NOT_RUN]
         judged = sum(sample.skipped is None for sample in self.samples)
         return f"{', '.join(ran)}: same model as before export, on {judged} inputs against float64"

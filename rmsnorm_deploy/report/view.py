@@ -93,8 +93,9 @@ def verdict(parity: ParityReport | None, norms: int) -> Verdict:
             f"{listed(failed)} {'computes' if len(failed) == 1 else 'compute'} something else, {inputs}.",
         )
     ran = [b.title for b in parity.backends if b.verdict != NOT_RUN and b.title != parity.baseline]
-    if not ran:
-        return Verdict("unknown", "Not proved", f"No backend could run the exported model here; {found}.")
+    if parity.unproved is not None or not ran:
+        why = parity.unproved or "only the model before export was judged"
+        return Verdict("unknown", "Not proved", f"{why[0].upper()}{why[1:]}. Here {found}.")
     agree = "agrees" if len(ran) == 1 else "agree"
     return Verdict("pass", "The same model", f"{listed(ran)} {agree} with it {inputs}; {found}.")
 
