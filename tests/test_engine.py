@@ -125,6 +125,7 @@ def test_both_variants_are_built_for_all_cards_and_described(bundle: Path) -> No
     assert read_engines(bundle / "engines") == sorted(records, key=lambda record: record.name)
     plugin = json.loads((bundle / "engines" / f"{records[0].name}.json").read_text())
     assert plugin["variant"] == "plugin"
+    assert plugin["variants_built"] == ["plugin", "native"]
     assert plugin["plugin_layers"] == 1
     assert plugin["plugin_sha256"] == hashlib.sha256(library.read_bytes()).hexdigest()
     assert plugin["sha256"] == hashlib.sha256(records[0].path.read_bytes()).hexdigest()

@@ -475,6 +475,19 @@ def test_a_models_identity_is_its_graph_and_its_weights_and_nothing_else():
         assert model_identity(other) != model_identity(manifest())
 
 
+@pytest.mark.parametrize(("runtime", "plugin", "needed"), [
+    ("tensorrt-rtx", "embedded", 1), ("tensorrt-rtx", None, 0), ("tensorrt", "embedded", 0),
+])  # fmt: skip
+def test_tensorrt_rtx_gets_the_library_that_it_opens_for_plugins(
+    tmp_path, engine, device, monkeypatch, runtime, plugin, needed
+):
+    made: list[int] = []
+    monkeypatch.setattr("rmsnorm_deploy.runtime.tensorrt_session.ensure_rtx_library", lambda: made.append(1))
+    write_engine(tmp_path, runtime=runtime, plugin=plugin)
+    TensorRTSession(fake_bundle(tmp_path), fake_tensorrt(engine), device, runtime, allow_host_code=True)
+    assert len(made) == needed
+
+
 @pytest.mark.parametrize("allowed", [False, True])
 def test_code_in_an_engine_that_should_have_none_is_never_allowed(tmp_path, engine, device, allowed):
     write_engine(tmp_path, plugin=None)

@@ -81,7 +81,8 @@ def build_engines(
     profiles = profiles or [default_profile(opened.manifest)]
     for profile in profiles:
         tell(f"profile {describe(profile)}")
-    records = [_build(opened, chosen, profiles, variant, tell) for variant in _variants(opened, chosen, tell)]
+    variants = _variants(opened, chosen, tell)
+    records = [_build(opened, chosen, profiles, variant, variants, tell) for variant in variants]
     kept = _timed(opened, records, tell)
     _report(opened, tell)
     return kept
@@ -120,7 +121,12 @@ def _library(options: EngineOptions) -> Path:
 
 
 def _build(
-    bundle: Bundle, options: EngineOptions, profiles: Sequence[Profile], variant: str, tell: Say
+    bundle: Bundle,
+    options: EngineOptions,
+    profiles: Sequence[Profile],
+    variant: str,
+    variants: Sequence[str],
+    tell: Say,
 ) -> EngineRecord:
     library = _library(options) if variant == "plugin" else None
     name = f"{options.runtime}-sm{'-'.join(map(str, options.sms))}-{variant}"
@@ -147,6 +153,7 @@ def _build(
     extra = {
         "plugin_sha256": None if library is None else sha256(library),
         "variant": variant,
+        "variants_built": list(variants),
         "plugin_layers": answer.plugin_layers,
         "io": answer.io,
         "build_seconds": round(answer.seconds, 2),
