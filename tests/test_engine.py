@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ from rmsnorm_deploy.engine.cli import main
 from rmsnorm_deploy.engine.dims import evaluate
 from rmsnorm_deploy.engine.precision import check_precision
 from rmsnorm_deploy.engine.profiles import default_profile, describe, parse_profile
-from rmsnorm_deploy.engine.request import BuildRequest
+from rmsnorm_deploy.engine.request import BuildRequest, partial
 from rmsnorm_deploy.engine.triton import TYPES, config
 from rmsnorm_deploy.engine.triton import main as triton
 from rmsnorm_deploy.report.engines import engine_rows
@@ -276,6 +277,33 @@ def engine_record(path: Path, manifest: dict[str, Any]) -> EngineRecord:
     rest: Any = {"runtime": "tensorrt", "runtime_version": "10.14.1", "version_compatible": False, "sm": (89,)}
     rest |= {"precision": "fp16", "plugin": None, "profiles": (), "inputs": {}, "outputs": {}, "milliseconds": None}
     return EngineRecord(path.stem, path, digest, model_identity(manifest), **rest)
+
+
+def test_an_interrupted_build_takes_its_child_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def write(self, text: str) -> None:
+            raise KeyboardInterrupt
+
+    script = (
+        "import os, sys, time; print(os.getpid(), file=open(sys.argv[1], 'w')); sys.stderr.write('x'); time.sleep(60)"
+    )
+    monkeypatch.setattr("sys.stderr", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        engine_build._echoed([sys.executable, "-uc", script, str(tmp_path / "pid")], dict(os.environ))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_build_that_ends_leaves_nothing_half_written(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(request: BuildRequest, scratch: Path) -> Any:
+        partial(Path(request.engine)).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine_build, "_run", ended)
+    monkeypatch.setattr(engine_build, "load_module", lambda *_: None)
+    with pytest.raises(KeyboardInterrupt):
+        build_engines(bundle, EngineOptions("tensorrt-rtx", (89,), plugin="never"))
+    assert list((bundle / "engines").iterdir()) == []
 
 
 # ---- which of two is kept

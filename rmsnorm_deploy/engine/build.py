@@ -17,7 +17,7 @@ from typing import Any
 from rmsnorm_deploy.bundle import Bundle, open_bundle, sha256
 from rmsnorm_deploy.engine.precision import check_precision
 from rmsnorm_deploy.engine.profiles import default_profile, describe, parse_profile
-from rmsnorm_deploy.engine.request import MODULES, BuildAnswer, BuildRequest
+from rmsnorm_deploy.engine.request import MODULES, BuildAnswer, BuildRequest, partial
 from rmsnorm_deploy.errors import BackendUnavailable, InputError
 from rmsnorm_deploy.runtime.engines import EngineRecord, as_metadata, check_dtypes, model_identity
 from rmsnorm_deploy.runtime.optional import load_module, native_library
@@ -148,7 +148,10 @@ def _build(
             verbose=options.verbose,
             progress=sys.stderr.isatty(),
         )
-        answer = _run(request, Path(scratch))
+        try:
+            answer = _run(request, Path(scratch))
+        finally:
+            partial(engine).unlink(missing_ok=True)
     record = _record(name, engine, options, answer, profiles, library, bundle)
     extra = {
         "plugin_sha256": None if library is None else sha256(library),
@@ -193,10 +196,14 @@ def _echoed(command: Sequence[str], environment: dict[str, str]) -> tuple[int, l
     said = b""
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, bufsize=0) as process:
         assert process.stderr is not None
-        while chunk := process.stderr.read(4096):
-            said = (said + chunk)[-65536:]
-            sys.stderr.write(chunk.decode("utf-8", "replace"))
-            sys.stderr.flush()
+        try:
+            while chunk := process.stderr.read(4096):
+                said = (said + chunk)[-65536:]
+                sys.stderr.write(chunk.decode("utf-8", "replace"))
+                sys.stderr.flush()
+        except BaseException:  # interrupted: it must not go on alone for minutes
+            process.kill()
+            raise
     return process.returncode, [line.strip() for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
 
 
@@ -237,9 +244,8 @@ def _record(
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    partial(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial(path), path)
 
 
 def _timed(bundle: Bundle, records: list[EngineRecord], tell: Say) -> list[EngineRecord]:

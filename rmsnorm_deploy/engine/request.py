@@ -60,3 +60,8 @@ class BuildAnswer:
     @staticmethod
     def read(path: Path) -> BuildAnswer:
         return BuildAnswer(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def partial(path: Path) -> Path:
+    """Where a file is written before it takes its name ``path``, whole."""
+    return path.with_suffix(".partial")

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rmsnorm_deploy.engine.request import MODULES, BuildAnswer, BuildRequest
+from rmsnorm_deploy.engine.request import MODULES, BuildAnswer, BuildRequest, partial
 from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
 from rmsnorm_deploy.runtime.optional import load_module
 from rmsnorm_deploy.runtime.rtx_library import ensure_rtx_library
@@ -99,9 +99,8 @@ class _Build:
             )
         self._save_timing_cache(config)
         target = Path(self.request.engine)
-        partial = target.with_suffix(".partial")
-        partial.write_bytes(bytes(serialized))
-        os.replace(partial, target)
+        partial(target).write_bytes(bytes(serialized))
+        os.replace(partial(target), target)
         self.answer.seconds = time.perf_counter() - started
         self.answer.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
