@@ -19,11 +19,14 @@ from parity_bundles import bundle, few_samples
 from rmsnorm_deploy import reference
 from rmsnorm_deploy.parity import ParityReport, run_parity
 from rmsnorm_deploy.parity.__main__ import main
-from rmsnorm_deploy.parity.backends import HeldBundle
+from rmsnorm_deploy.parity.backends import BACKENDS, HeldBundle
 from rmsnorm_deploy.parity.bisect import statistics
+from rmsnorm_deploy.parity.lone_norm import save_span
 from rmsnorm_deploy.parity.model_faults import MODEL_FAULTS
 from rmsnorm_deploy.parity.norm_faults import NORM_FAULTS
+from rmsnorm_deploy.parity.normcheck import open_checks, site_truth
 from rmsnorm_deploy.parity.patient import Patient
+from rmsnorm_deploy.parity.scratch import Scratch
 from rmsnorm_deploy.report import write_html
 
 LAYER = "model.model.layers"
@@ -155,6 +158,53 @@ def test_the_saved_norm_shows_the_fault_by_itself(faulty: Any, tmp_path: Path, w
     scale[21] *= -1
     total = feeds["X"].astype(np.float64) + feeds["skip"].astype(np.float64)
     np.testing.assert_allclose(reference.rms_norm(total, scale, epsilon=1e-5), want["Y"], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("fault", ["softmax scale off by 1%", "one weight off by 1%", "a layer's matrix again"])
+def test_the_saved_span_shows_the_fault_by_itself(faulty: Any, tmp_path: Path, fault: str) -> None:
+    (finding,) = judged(faulty(MODEL_FAULTS[fault]), save_to=tmp_path / "out").findings
+    assert finding.saved[0] == f"{finding.after}_to_{finding.before}.onnx"
+    got, want = run_saved(tmp_path / "out", finding.saved)
+    assert np.abs(got - want).max() > 1e-4 * np.abs(want).max()
+
+
+def test_what_lies_after_the_last_norm_is_saved_too(faulty: Any, tmp_path: Path) -> None:
+    def scale_logits(patient: Patient) -> None:
+        transpose = patient.graph.producers[patient.graph.producers["logits"].input[1]]
+        transpose.input[0] = patient.constant("head", patient.array(transpose.input[0]) * 1.001)
+
+    (finding,) = judged(faulty(scale_logits), save_to=tmp_path / "out").findings
+    assert finding.saved[0] == "model.model.norm_to_output.onnx"
+    got, want = run_saved(tmp_path / "out", finding.saved)
+    np.testing.assert_allclose(got, 1.001 * want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("which", ["float32", "float16"])
+def test_a_right_span_is_right_when_saved(tmp_path: Path, which: str) -> None:
+    """From the model's input to the first norm, and between any two norms."""
+    made = HeldBundle(bundle(which))
+    with Scratch() as scratch:
+        checks = open_checks(made, scratch)
+        assert checks is not None
+        (case,) = site_truth(made, checks.sites, few_samples(made)[:1], scratch)
+        values = checks.running(BACKENDS["onnxruntime-unoptimized"], [case])
+        assert not isinstance(values, str)
+        known = {**case.sample.feeds, **values[0]}
+        for site in checks.sites.sites:
+            name = site.inputs[-1]
+            saved = save_span(checks, name, known, tmp_path, f"to {site.name}")
+            got, want = run_saved(tmp_path, saved)
+            assert np.abs(got - want).max() <= (1e-5 if which == "float32" else 1e-2) * np.abs(want).max()
+
+
+def run_saved(folder: Path, saved: tuple[str, ...]) -> tuple[Any, Any]:
+    """What ONNX Runtime makes of a saved file, and the truth beside it."""
+    onnx.checker.check_model(onnx.load(folder / saved[0]))
+    feeds = dict(np.load(folder / saved[1]))
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    (got,) = onnxruntime.InferenceSession(str(folder / saved[0]), options).run(["Y"], feeds)
+    return got.astype(np.float64), np.load(folder / saved[2])["Y"]
 
 
 def test_a_wired_up_op_is_named_and_nothing_is_saved(faulty: Any, tmp_path: Path) -> None:

@@ -107,7 +107,8 @@ def _judge(options: argparse.Namespace) -> int:
         print("\n".join(report.summary()))
         saved = {finding.saved: finding for finding in report.findings if finding.saved}
         for files, finding in saved.items():
-            print(f"\n{finding.norm} alone, with its input: {folder / files[0]}; to run it:\n{snippet(folder, files)}")
+            what = finding.norm or f"What gives {finding.value}"
+            print(f"\n{what} alone, with its input: {folder / files[0]}; to run it:\n{snippet(folder, files)}")
     return EXIT_OK if report.ok else EXIT_PARITY
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from rmsnorm_deploy.parity.backends import Backend
 from rmsnorm_deploy.parity.judge import judge
-from rmsnorm_deploy.parity.lone_norm import save_norm
+from rmsnorm_deploy.parity.lone_norm import save_norm, save_span
 from rmsnorm_deploy.parity.norm_result import Finding, SiteError
 from rmsnorm_deploy.parity.normcheck import NormChecks, SiteCase, budget_of, by_site, judge_site, site_error
 from rmsnorm_deploy.parity.result import FAIL, Budget
@@ -57,7 +57,7 @@ class Walk:
 def bisect(
     checks: NormChecks, backend: Backend, case: SiteCase, budget: Budget | None, folder: Path | None = None
 ) -> Finding:
-    """Name where ``backend`` first differs on ``case``; a norm at fault is saved alone in ``folder``."""
+    """Name where ``backend`` first differs on ``case``; the norm or the span at fault is saved alone in ``folder``."""
     alone = checks.isolated(backend)
     runs = checks.running(backend, [case])
     values: Mapping[str, Array] = {} if isinstance(runs, str) else runs[0]
@@ -69,7 +69,13 @@ def bisect(
         return Finding(backend.name, "refused", f"{backend.title} does not run it: {runs}", case.sample.name)
     if finding is None:
         finding = _after_the_last(walk)
-    if folder is None or finding.norm is None:
+    if folder is None:
+        return finding
+    if finding.value is not None:
+        known = {**case.sample.feeds, **values}
+        stem = f"{finding.after or 'input'}_to_{finding.before or 'output'}"
+        return replace(finding, saved=save_span(checks, finding.value, known, folder, stem))
+    if finding.norm is None:
         return finding
     site = next(site for site in checks.sites.sites if site.name == finding.norm)
     return replace(finding, saved=save_norm(checks, site, values, finding.rule, folder))
@@ -125,6 +131,7 @@ def _span(walk: Walk, site: Site, name: str, error: UlpError) -> Finding:
         sample=walk.case.sample.name,
         after=after.name if after else None,
         before=site.name,
+        value=name,
         statistics=statistics(walk.values[site.x]) if site.x in walk.values else {},
         inherited_max=error.max,
         inherited_mean=error.mean,
@@ -145,6 +152,7 @@ def _after_the_last(walk: Walk) -> Finding:
             text=f"{walk.backend.title}: {text}{error.max:.3g} ULP, and every norm is right",
             sample=walk.case.sample.name,
             after=after.name if after else None,
+            value=item["name"],
             inherited_max=error.max,
             inherited_mean=error.mean,
         )

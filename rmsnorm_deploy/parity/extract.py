@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +49,13 @@ class Graph:
         """Whether a value depends on the model's inputs, as far as its name tells: it is not a stored constant."""
         return name in self.producers or (name in self.inputs and name not in self.constants)
 
-    def between(self, start: Iterable[str], end: Iterable[str], limit: int = MAX_NODES) -> Part:
-        """What computes ``end`` from ``start``. Stops after ``limit`` nodes, with what is still wanted in ``open``."""
+    def between(
+        self, start: Iterable[str], end: Iterable[str], limit: int = MAX_NODES, *, shapes: bool = False
+    ) -> Part:
+        """What computes ``end`` from ``start``. Stops after ``limit`` nodes, with what is still wanted in ``open``.
+
+        What is read for its type or shape alone is left out, unless ``shapes`` are wanted too.
+        """
         known, wanted = set(start), list(end)
         nodes: dict[int, onnx.NodeProto] = {}
         constants: dict[str, None] = {}
@@ -62,12 +68,17 @@ class Graph:
             node = self.producers.get(name)
             if node is not None and len(nodes) < limit:
                 nodes[self._order[name]] = node
-                wanted.extend(_needed(node))
+                wanted.extend(read_by(node) if shapes else _needed(node))
             elif name in self.constants:
                 constants[name] = None
             else:
                 left[name] = None
         return Part(tuple(nodes[key] for key in sorted(nodes)), tuple(constants), tuple(left))
+
+    def size_of(self, name: str) -> int:
+        """Bytes of a constant."""
+        tensor = self.constants[name]
+        return int(math.prod(tensor.dims) * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
 
     def array_of(self, name: str) -> onnx.TensorProto:
         """A constant with its bytes inside."""

@@ -13,7 +13,6 @@ RULES = {
     "norm-missing": "the model has no op where the manifest lists one",
     "span": "the first wrong value is computed between two norms",
     "tail": "every norm is right, and the model goes wrong after the last one",
-    "export": "the graph differs from the traced program before anything was fused",
     "refused": "the model does not run an input that it took before export",
     "nothing": "no difference was found at the norms",
 }
@@ -53,11 +52,12 @@ class Finding:
         rule: one of `RULES`.
         norm: the module path of the norm at fault, or None when the fault is not in a norm.
         after, before: the norms between which it is, where it is between two; None is the model's input or output.
+        value: the first wrong value between them, by its name in the graph.
         statistics: of the norm's actual input: rms_min, rms_max, zero_rows, rows, max.
         own_max, own_mean: the norm's own error, on its actual input or on rows of its own, in ULPs.
         inherited_max, inherited_mean: the error of its input, in ULPs.
         others: more norms that are wrong by themselves.
-        saved: names of files with the norm alone and its input, in the folder asked for.
+        saved: names of files with the norm or the span alone and its input, in the folder asked for.
     """
 
     backend: str
@@ -67,6 +67,7 @@ class Finding:
     norm: str | None = None
     after: str | None = None
     before: str | None = None
+    value: str | None = None
     statistics: dict[str, float] = field(default_factory=dict)
     own_max: float | None = None
     own_mean: float | None = None
