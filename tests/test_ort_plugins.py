@@ -43,9 +43,12 @@ def test_without_the_package_the_refusal_says_what_to_install(bundle: Any, monke
     wanted = f"{MODULE} is not installed: pip install onnxruntime-ep-nv-tensorrt-rtx"
     with pytest.raises(BackendUnavailable, match=wanted):
         open_session(bundle, "onnxruntime", providers=[TENSORRT_RTX, "CPUExecutionProvider"])
+    assert said_of_it() == (False, f"{MODULE} is not installed", "pip install onnxruntime-ep-nv-tensorrt-rtx")
+
+
+def said_of_it() -> tuple[bool, str, str | None]:
     status = next(status for status in available() if status.name == f"onnxruntime {TENSORRT_RTX}")
-    assert (status.available, status.detail) == (False, f"{MODULE} is not installed")
-    assert status.install == "pip install onnxruntime-ep-nv-tensorrt-rtx"
+    return status.available, status.detail, status.install
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -63,6 +66,8 @@ def test_a_library_that_does_not_load_is_one_line(
         open_session(bundle, "onnxruntime", providers=[TENSORRT_RTX])
     assert str(library) in str(caught.value)
     assert "\n" not in str(caught.value)
+    package.__spec__ = object()  # it is there, as far as the import system is asked
+    assert said_of_it() == (False, str(caught.value), "an NVIDIA GPU and driver that it supports")
 
 
 def test_an_onnxruntime_before_plugin_providers_says_so() -> None:

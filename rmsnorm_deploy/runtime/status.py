@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import platform
 import types
 from collections.abc import Iterator
@@ -111,10 +112,12 @@ def _onnxruntime() -> Iterator[BackendStatus]:
 def _plugin_provider(ort: types.ModuleType, name: str) -> BackendStatus:
     """A provider of a package of its own; only registering it tells whether it works."""
     label, get = f"onnxruntime {name}", install(name)
+    if importlib.util.find_spec(PLUGINS[name]) is None:
+        return BackendStatus(label, False, None, f"{PLUGINS[name]} is not installed", get)
     try:
         devices = plugin_devices(ort, name)
     except BackendUnavailable as error:
-        return BackendStatus(label, False, None, str(error).removesuffix(f": {get}"), get)
+        return BackendStatus(label, False, None, str(error), "an NVIDIA GPU and driver that it supports")
     version = getattr(importlib.import_module(PLUGINS[name]), "__version__", None)
     return BackendStatus(label, True, version, f"a package of its own, registered; devices: {len(devices)}")
 
