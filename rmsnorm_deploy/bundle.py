@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.fusion.records import LeftRecord, NormRecord
+from rmsnorm_deploy.place import MANIFEST as MANIFEST
 
 if TYPE_CHECKING:
     import torch
@@ -22,11 +20,11 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MODEL = "model.onnx"
-MANIFEST = "manifest.json"
 REFERENCE = "reference.onnx"
 PROGRAM = "program.pt2"
 PROGRAM_WEIGHTS = "program.weights.json"
-UNHASHED = (MANIFEST, "parity.json", "benchmark.json", "report.html")  # what may be made anew without a new model
+SUMS = "SHA256SUMS"
+UNHASHED = (MANIFEST, SUMS, "parity.json", "benchmark.json", "report.html")  # not the model: SUMS has their hashes
 
 
 class Bundle:
@@ -105,41 +103,6 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
     return Bundle(folder, manifest)
 
 
-@contextmanager
-def new_bundle(path: Path, *, replace: bool) -> Iterator[Path]:
-    """A folder to write a bundle into, which takes the name ``path`` when all went well and vanishes otherwise.
-
-    Raises:
-        InputError: ``path`` is there and ``replace`` isn't given, or it can't be written.
-    """
-    if path.exists() and not (path.is_dir() and (not any(path.iterdir()) or (replace and (path / MANIFEST).is_file()))):
-        hint = "give force=True (--force) to replace it" if (path / MANIFEST).is_file() else "name another folder"
-        raise InputError(f"{path} is there already: {hint}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    except OSError as error:
-        raise InputError(f"{path} can't be written: {error.strerror}") from error
-    try:
-        partial.chmod(0o755)
-        yield partial
-        _swap(partial, path)
-    except OSError as error:
-        raise InputError(f"{path} can't be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _swap(partial: Path, path: Path) -> None:
-    old = None
-    if path.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-        path.rename(old / "old")
-    partial.rename(path)
-    if old is not None:
-        shutil.rmtree(old)
-
-
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest with the size and SHA-256 of every file that makes up the model."""
     manifest["files"] = {
@@ -147,7 +110,16 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
         for file in sorted(folder.rglob("*"))
         if file.is_file() and file.name not in UNHASHED
     }
+    manifest["sums"] = SUMS
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def seal(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the SHA-256 of every file, manifest and evidence too, as ``sha256sum --check`` reads them."""
+    names = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+    known = {name: record["sha256"] for name, record in manifest["files"].items()}
+    lines = [f"{known.get(name) or sha256(folder / name)}  {name}\n" for name in names if name != SUMS]
+    (folder / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
 def sha256(path: Path) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -181,8 +184,6 @@ def test_an_unknown_target_is_bad_usage(run: Recorder, capsys: pytest.CaptureFix
 def test_bad_input_and_usage_are_one_line_and_status_two(
     run: Recorder, capsys: pytest.CaptureFixture[str], tmp_path: Path, argv: list[str], says: str
 ) -> None:
-    import re
-
     (tmp_path / "empty.pt").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "lfs.pt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
@@ -203,11 +204,47 @@ def test_an_output_that_cannot_be_written_is_found_before_any_work(
     assert cli.main(["model.pt", "--out", "done"]) == 0
     capsys.readouterr()
     run.source = None
-    assert "give --force to replace it" in error_of(capsys, "model.pt", "--out", "done")
+    assert "give --force (force=True) to replace it" in error_of(capsys, "model.pt", "--out", "done")
     assert run.source is None
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert "cannot be written to" in error_of(capsys, "model.pt", "--out", "new")
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryFile", read_only)
+        assert "cannot be written to: Read-only file system" in error_of(capsys, "model.pt", "--out", "new")
+    assert "the current folder is in it or is it" in error_of(capsys, "model.pt", "--out", ".")
+    (tmp_path / "link").symlink_to("nowhere")
+    monkeypatch.setattr(os.path, "ismount", lambda path: True)
+    (tmp_path / "volume").mkdir()
+    assert "something is mounted there" in error_of(capsys, "model.pt", "--out", "volume")
     assert (tmp_path / "photos" / "me.jpg").read_text() == "mine"
+
+
+def read_only(**options: Any) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["model.pt", "--opset", "17"], "--opset 17: PyTorch .* does not write it: give 18 to 23"),
+        (["model.pt", "--opset", "99"], "--opset 99: PyTorch .* does not write it: give 18 to 23"),
+        (["script.pt", "--opset", "12"], "--opset 12: TorchScript can be written as 13 and newer"),
+        (["model.onnx", "--opset", "20"], "--opset 20: an ONNX file keeps its own opset: drop --opset"),
+        (["model.onnx", "--precision", "fp16"], "--precision fp16: an ONNX file has its dtypes built in"),
+        (["script.pt", "--precision", "bf16"], "--precision bf16: TorchScript has its dtypes built in"),
+    ],
+)
+def test_what_a_file_cannot_become_is_found_before_it_is_loaded(
+    run: Recorder,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    argv: Any,
+    says: str,
+) -> None:
+    torch.jit.script(nn.RMSNorm(8)).save(tmp_path / "script.pt")
+    (tmp_path / "model.onnx").write_bytes(b"\x08\x0a")
+    monkeypatch.setattr("rmsnorm_deploy.load.load_source", None)
+    assert re.search(says, error_of(capsys, *argv))
+    assert not list(tmp_path.glob("*.bundle"))
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_an_existing_bundle_is_replaced_only_when_told_to(tmp_path: Path) -> Non
 def test_a_folder_that_is_no_bundle_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "thesis.tex").write_text("years of work")
-    with pytest.raises(InputError, match="name another folder"):
+    with pytest.raises(InputError, match="nothing in it is touched, name another"):
         export_model(Block(), (torch.randn(2, 3, WIDTH),), out_dir=tmp_path / "b", force=True)
     assert (tmp_path / "b" / "thesis.tex").read_text() == "years of work"
 

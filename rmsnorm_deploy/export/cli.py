@@ -12,6 +12,7 @@ from typing import Any
 from rmsnorm_deploy.cli import BACKEND_ABSENT, PARITY_FAILED, Parser, one_line, run_command
 from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, BackendUnavailable, InputError
 from rmsnorm_deploy.export.progress import Progress
+from rmsnorm_deploy.place import check_place
 
 TARGETS = ("onnxruntime", "pytorch", "tensorrt", "tensorrt-rtx")
 PRECISIONS = ("keep", "fp32", "fp16", "bf16")
@@ -54,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add_source_options(made)
     result = made.add_argument_group("what to make of it")
     result.add_argument("--precision", choices=PRECISIONS, default="keep", help="dtype of weights and activations")
-    result.add_argument("--opset", type=int, default=18, help="ONNX opset of the model (default 18)")
+    result.add_argument("--opset", type=int, help="ONNX opset of the model (default 18)")
     result.add_argument("--out", metavar="DIR", type=Path, help="the bundle (default: MODEL's name with .bundle)")
     result.add_argument("--force", action="store_true", help="replace a bundle that is there already")
     result.add_argument("--targets", metavar="A,B", default="", help=f"check these only: {', '.join(TARGETS)}")
@@ -88,18 +89,10 @@ def default_out(model: Path) -> Path:
 
 def check_out(out: Path, force: bool) -> None:
     """Raise InputError, before any work is done, when a bundle cannot be written to ``out``."""
-    if out.exists() or out.is_symlink():
-        if not out.is_dir():
-            raise InputError(f"--out {out}: there is a file of that name")
-        if any(out.iterdir()) and not (out / "manifest.json").is_file():
-            raise InputError(f"--out {out}: a directory that is not a bundle: nothing in it is touched, name another")
-        if any(out.iterdir()) and not force:
-            raise InputError(f"--out {out}: a bundle is there already: give --force to replace it, or another --out")
-    parent = out.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise InputError(f"--out {out}: {parent} cannot be written to")
+    try:
+        check_place(out, replace=force)
+    except InputError as error:
+        raise InputError(f"--out {error}") from error
 
 
 def check_targets(targets: Sequence[str]) -> None:
@@ -122,8 +115,14 @@ def _export(options: argparse.Namespace) -> int:
     check_targets(options.targets)
     progress = Progress(quiet=options.json)
     with progress("load"):
-        from rmsnorm_deploy.load import load_source  # torch is imported here, after the options were found right
+        from rmsnorm_deploy.export import pipeline  # torch is imported here, after the options were found right
+        from rmsnorm_deploy.export.builtin import check_opset, check_precision
+        from rmsnorm_deploy.load import load_source
+        from rmsnorm_deploy.load.sniff import identify
 
+        kind = identify(options.model)
+        opset = check_opset(kind, options.opset)
+        check_precision(kind, options.precision)
         source = load_source(
             options.model,
             recipe=options.recipe,
@@ -136,12 +135,10 @@ def _export(options: argparse.Namespace) -> int:
     progress.notes(source.notes)
     said = len(source.notes)
 
-    from rmsnorm_deploy.export import pipeline
-
     settings = pipeline.Options(
         out_dir=options.out,
         precision=options.precision,
-        opset=options.opset,
+        opset=opset,
         targets=options.targets,
         check=not options.no_check,
         benchmark=not options.no_benchmark,

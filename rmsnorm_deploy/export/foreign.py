@@ -16,7 +16,7 @@ from rmsnorm_deploy.export.quiet import reason, silence
 from rmsnorm_deploy.export.torchscript_ops import register_rms_norm
 from rmsnorm_deploy.export.traced import Traced
 from rmsnorm_deploy.export.weights import merge_tied
-from rmsnorm_deploy.load import Source
+from rmsnorm_deploy.load import Source, refused_call
 
 
 def from_onnx(path: Path | ir.Model, source: Source) -> Traced:
@@ -71,7 +71,9 @@ def from_torchscript(source: Source, opset: int) -> Traced:
                 do_constant_folding=False,
             )
     except Exception as error:  # the exporter raises failures of any kind
-        raise InputError(f"PyTorch can't write the TorchScript model as ONNX: {reason(error)}") from error
+        raise InputError(
+            refused_call(source) or f"PyTorch can't write the TorchScript model as ONNX: {reason(error)}"
+        ) from error
     proto = onnx.shape_inference.infer_shapes(onnx.load_from_string(buffer.getvalue()))
     traced = from_onnx(ir.from_proto(proto), source)
     traced.parameters = [path for path, _ in _script_leaves(source)]

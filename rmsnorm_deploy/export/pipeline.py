@@ -17,7 +17,7 @@ import onnx_ir as ir
 import torch
 
 from rmsnorm_deploy import __version__
-from rmsnorm_deploy.bundle import FORMAT, MODEL, REFERENCE, Bundle, new_bundle, save_program, write_manifest
+from rmsnorm_deploy.bundle import FORMAT, MODEL, REFERENCE, Bundle, save_program, seal, write_manifest
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.export.precision import cast_floats, cast_module
 from rmsnorm_deploy.export.trace import trace
@@ -25,6 +25,7 @@ from rmsnorm_deploy.export.traced import Traced
 from rmsnorm_deploy.export.weights import DATA_FILE, Stored, save_graph, write_weights
 from rmsnorm_deploy.fusion import FusionResult, fuse
 from rmsnorm_deploy.load import Source, load_source, prepare_module, to_cpu
+from rmsnorm_deploy.place import check_place, new_bundle
 
 Progress = Callable[[str], AbstractContextManager[object]]
 DEFAULT_OPSET = 18
@@ -73,6 +74,7 @@ def export_model(
     Raises:
         InputError: the model can't be exported; the message says why.
     """
+    check_place(Path(out_dir), replace=force)
     source = _source(model, tuple(args), dict(kwargs or {}), dynamic_shapes)
     options = Options(Path(out_dir), precision, opset, (), check, benchmark, force)
     bundle = run(source, options, lambda stage: nullcontext())
@@ -119,9 +121,10 @@ def run(source: Source, options: Options, progress: Progress) -> Bundle:
             check_model(folder / MODEL)
         manifest = _manifest(source, options, traced, fused)
         write_manifest(folder, manifest)
-    bundle = Bundle(options.out_dir, manifest, source.model if source.kind in ("module", "torchscript") else None)
-    _judge(bundle, options, progress)
-    return bundle
+        eager = source.model if source.kind in ("module", "torchscript") else None
+        _judge(Bundle(folder, manifest, eager), options, progress)
+        seal(folder, manifest)
+    return Bundle(options.out_dir, manifest, eager)
 
 
 def in_precision(source: Source, precision: str) -> Source:
@@ -223,7 +226,7 @@ def _versions() -> dict[str, str]:
 
 
 def _judge(bundle: Bundle, options: Options, progress: Progress) -> None:
-    """Parity, benchmark and report, each written into the finished bundle."""
+    """Parity, benchmark and report, each written into the bundle."""
     judged = timed = None
     if options.check:
         from rmsnorm_deploy.parity import run_parity

@@ -27,7 +27,7 @@ from rmsnorm_deploy.export.quiet import reason, silence
 from rmsnorm_deploy.export.straighten import straighten
 from rmsnorm_deploy.export.traced import Traced
 from rmsnorm_deploy.export.weights import merge_tied
-from rmsnorm_deploy.load import Source
+from rmsnorm_deploy.load import Source, refused_call
 
 MIN_TORCH_OPSET = 18
 _BULKY_METADATA = (
@@ -52,6 +52,8 @@ def trace(source: Source, opset: int) -> Traced:
         raise InputError(
             f"opset {opset}: PyTorch's exporter writes {MIN_TORCH_OPSET} and newer; give --opset 18 or more"
         )
+    if source.inputs_from is not None and (problem := refused_call(source)):
+        raise InputError(problem)  # said at once, and by the model: torch.export lets a wrong dtype through
     notes: list[str] = []
     program = source.model if source.kind == "exported_program" else _export(source, notes)
     return _from_program(program, source, opset, notes)
@@ -75,7 +77,9 @@ def _export(source: Source, notes: list[str]) -> torch.export.ExportedProgram:
             notes.extend([attempt.note] if attempt.note else [])
             return program
     assert error is not None
-    raise InputError(f"PyTorch can't trace {type(source.model).__name__}: {reason(error)}") from error
+    raise InputError(
+        refused_call(source) or f"PyTorch can't trace {type(source.model).__name__}: {reason(error)}"
+    ) from error
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.load import inputs as call_inputs
 from rmsnorm_deploy.load.prepare import structural_copy
+from rmsnorm_deploy.load.source import Source
 from rmsnorm_deploy.load.specs import Ranges, TensorSpec
 
 Shape = tuple[int | str, ...]
@@ -82,15 +85,46 @@ def torch_kind_of(module: torch.nn.Module) -> str:
     return bases[0] if bases else kind_of(module)
 
 
-def try_call(model: torch.nn.Module, args: tuple[Any, ...]) -> str | None:
+def refused_call(source: Source) -> str | None:
+    """Why the module of ``source`` can't be called with its example inputs, naming who gave them and what it takes.
+
+    None when it can, or is no module. It is run once, in PyTorch.
+    """
+    model = source.model
+    if not isinstance(model, torch.nn.Module):
+        return None
+    problem = try_call(model, source.args, source.kwargs)
+    if problem is None:
+        return None
+    parameters = call_inputs.signature(model)
+    takes = f"it takes forward({', '.join(map(str, parameters.parameters))})"
+    layer = first_layer(model)
+    if layer is not None and len(call_inputs.required(parameters)) == 1:
+        spec = TensorSpec(call_inputs.required(parameters)[0], layer.dtype, layer.shapes[0], layer.high)
+        takes += f", and its first layer {layer} suggests {spec}"
+    return f"{source.inputs_from or 'the example inputs'}: {kind_of(model)} cannot be called so: {problem}; {takes}"
+
+
+def try_call(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> str | None:
     """Run a copy of the model once; what it said when it failed, in a line."""
     probe = model if isinstance(model, torch.jit.ScriptModule) else structural_copy(model)[0].eval()
     try:
-        with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            probe(*args)
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # of a try; what matters is said again when the model is traced
+            probe(*args, **(kwargs or {}))
     except Exception as error:  # the user's forward may raise anything; the caller reports it
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        return lines[-1 if isinstance(model, torch.jit.ScriptModule) else 0][:200]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        line = lines[-1 if isinstance(model, torch.jit.ScriptModule) else 0][:200] if lines else ""
+        return (
+            f"{type(error).__name__}: {line}"
+            if line and type(error) is not RuntimeError
+            else line or type(error).__name__
+        )
     return None
 
 

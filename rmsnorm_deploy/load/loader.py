@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -255,4 +256,9 @@ def _with_call(request: _Request, kind: Any, model: Any, call: Call) -> Source:
     if kind == "module":
         hint = Dim.DYNAMIC if asked else Dim.AUTO
         shapes = call_inputs.dynamic_shapes(call_inputs.signature(model), call, request.ranges, hint)
-    return Source(kind, model, call.args, call.kwargs, shapes, call.dims, dict(request.ranges), call.high)
+    source = Source(kind, model, call.args, call.kwargs, shapes, call.dims, dict(request.ranges), call.high)
+    if request.specs:
+        source.inputs_from = " ".join(f"--input {shlex.quote(str(spec))}" for spec in request.specs)
+    elif request.recipe is not None:
+        source.inputs_from = f"inputs() of {request.recipe.path}"
+    return source

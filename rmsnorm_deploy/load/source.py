@@ -24,6 +24,7 @@ class Source:
         ranges: least and greatest size of a named dim, where the user gave them.
         high: exclusive upper bound of the values of an integer input, by path.
         engine_profile: smallest, usual and largest size of each named dim for a TensorRT engine, where a recipe says.
+        inputs_from: what describes the example inputs (an option, a recipe); None for a call that the caller made.
         path, recipe: the files it came from.
         notes: every choice made for the user, in the order made, to be printed.
     """
@@ -37,6 +38,7 @@ class Source:
     ranges: dict[str, tuple[int, int | None]] = field(default_factory=dict)
     high: dict[str, int] = field(default_factory=dict)
     engine_profile: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    inputs_from: str | None = None
     path: Path | None = None
     recipe: Path | None = None
     notes: list[str] = field(default_factory=list)

@@ -47,6 +47,9 @@ class ConstantSpec:
     path: str
     value: bool | int | float | str | None
 
+    def __str__(self) -> str:
+        return f"{self.path}={self.value!r}"
+
 
 Spec = TensorSpec | ConstantSpec
 Ranges = dict[str, tuple[int, int | None]]
