@@ -163,3 +163,25 @@ def test_instruction_sets_agree_to_the_bit(library: ctypes.CDLL, x: str, param: 
                 seen.append([None if part is None else part.tobytes() for part in run(case, *given)])
         library.rmsnorm_cpu_set_isa(b"")
         assert all(one == seen[0] for one in seen), case
+
+
+@pytest.mark.parametrize("isa", ["avx512", "avx2", "neon", "generic"])
+@pytest.mark.parametrize(("x", "param"), HALF_PAIRS)
+def test_a_bias_that_cancels_the_product_leaves_what_is_exact(
+    library: ctypes.CDLL, isa: str, x: str, param: str
+) -> None:
+    """Down to nothing: what is left of an element is then the error of everything before."""
+    if library.rmsnorm_cpu_set_isa(isa.encode()) != ckernel.OK:
+        pytest.skip(f"this machine has no {isa}")
+    try:
+        for seed in range(30):
+            rng = np.random.default_rng(seed)
+            case = Case(x, param, order="before_cast", bias=True)
+            row = (rng.standard_normal((1, 4096)) * 10.0 ** rng.uniform(-2, 2)).astype(NUMPY[x])
+            scale = (rng.standard_normal(4096) * 10.0 ** rng.uniform(-2, 1)).astype(NUMPY[param])
+            product = row[0].astype(np.float64) / np.sqrt(np.mean(row.astype(np.float64) ** 2) + 1e-6) * scale
+            left = rng.choice([0, 0.5, 0.1, 2.0**-8, 2.0**-11, 2.0**-13, 2.0**-17, 2.0**-22], 4096)
+            bias = (-product * (1 + left * rng.choice([-1, 1], 4096))).astype(NUMPY[param])
+            check(case, row, None, scale, bias)
+    finally:
+        library.rmsnorm_cpu_set_isa(b"")

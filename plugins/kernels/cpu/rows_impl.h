@@ -11,7 +11,9 @@
 //   V::Squares                                 kSums doubles: add(k, v) adds the squares of v's lanes to those from
 //                                              k * kLanes on, add(k, const E*) those of whole vectors in memory;
 //                                              sum() adds the upper half to the lower, and so on
+//   V::fms(a, b, c)                            a * b - c, rounded once, except where zero_bits always says yes
 //   V::Doubt, a | b, V::any(doubt)             a yes or no for each lane
+//   V::smaller(a, b)                           yes where not |a| >= |b|, so for NaN too
 //   V::zero_bits(v, add, mask)                 yes where (bits + add) & mask is 0
 //   V::cut_bits(v, add, mask)                  the float with the bits (bits + add) & mask
 //
@@ -89,26 +91,29 @@ struct Formula {
 template <class V, class T, class U, class Y, bool kAfter, bool kBias>
 struct Formula<V, T, U, Y, kAfter, kBias, true> {
   using Param = float;
-  // A bias before the cast may leave nothing of the product but its error.
-  static constexpr bool kAlways = !kAfter && kBias;
   static constexpr bool kHalfScale = Same<U, f16>::value;
   // What the normalized value lacks to leave T's grid again. No float16 is too large for it.
   static constexpr float kParamScale = kAfter && kHalfScale ? Grid<T>::kBack : 1;
   // 1 / r is off by up to an ulp, and so is each product but the last, which is off by half of one. The product of two
-  // float16 is exact.
-  static constexpr uint32_t kWindow = kAfter || kHalfScale ? 4 : 8;
+  // float16 is exact. With a bias before the cast, three halves at most.
+  static constexpr uint32_t kWindow = kAfter || (kHalfScale && !kBias) ? 4 : 8;
+  // A bias that leaves less than this of the product leaves too little of it.
+  static constexpr float kLeastLeft = 0x1p-12f;
 
   double inverse;
   V factor;
+  V factor_rest;  // 1 / r without factor
   bool always;
 
   void set(double root, int64_t width) {
     inverse = 1.0 / root;
-    factor = V::set(static_cast<float>(inverse) * (kAfter ? Grid<T>::kScale : 1.0f));
+    const float near = static_cast<float>(inverse);
+    factor = V::set(near * (kAfter ? Grid<T>::kScale : 1.0f));
+    factor_rest = V::set(static_cast<float>(inverse - static_cast<double>(near)));
     // Where floats are too coarse for 1 / r, or x / r too large for T.
     const double least = Grid<T>::kScale == 1 ? 0x1p-100 : 0x1p-13;
     const bool usual = inverse > least && inverse < 0x1p100 && width < (int64_t{1} << 31);
-    always = kAlways || !usual;
+    always = !usual;
   }
 
   // Right where `doubt` has no.
@@ -117,6 +122,16 @@ struct Formula<V, T, U, Y, kAfter, kBias, true> {
       const V n = x * factor;
       *doubt = near_tie<T, kWindow>(n);
       return affine(cut<T, kWindow>(n), scale, bias);
+    } else if constexpr (kBias) {
+      // In two floats, since a bias may leave nothing of the product but its error.
+      const V n = x * factor;
+      const V n_rest = V::fma(x, factor_rest, V::fms(x, factor, n));
+      const V product = n * scale;
+      const V rest = V::fma(n_rest, scale, V::fms(n, scale, product));
+      const V y = (product + bias) + rest;
+      *doubt = near_tie<T, kWindow>(Grid<T>::kScale == 1 ? y : y * V::set(Grid<T>::kScale)) |
+               V::smaller(y, product * V::set(kLeastLeft));
+      return y;
     } else {
       // The product of two bfloat16, taken first, might leave float's range.
       const V y = kHalfScale ? x * scale * factor : x * factor * scale;

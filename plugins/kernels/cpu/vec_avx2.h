@@ -78,6 +78,7 @@ struct Float {
   friend Float operator+(Float a, Float b) { return {_mm256_add_ps(a.v, b.v)}; }
   friend Float operator*(Float a, Float b) { return {_mm256_mul_ps(a.v, b.v)}; }
   static Float fma(Float a, Float b, Float c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+  static Float fms(Float a, Float b, Float c) { return {_mm256_fmsub_ps(a.v, b.v, c.v)}; }
   static Float normalise(Float x, Float, Float inverse) { return x * inverse; }
   double sum() const {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -97,6 +98,10 @@ struct Float {
   }
   static Doubt zero_bits(Float a, uint32_t add, uint32_t mask) {
     return {_mm256_cmpeq_epi32(masked(a, add, mask), _mm256_setzero_si256())};
+  }
+  static Doubt smaller(Float a, Float b) {
+    const __m256 sign = _mm256_set1_ps(-0.0F);
+    return {_mm256_castps_si256(_mm256_cmp_ps(_mm256_andnot_ps(sign, a.v), _mm256_andnot_ps(sign, b.v), _CMP_NGE_UQ))};
   }
   static Float cut_bits(Float a, uint32_t add, uint32_t mask) { return {_mm256_castsi256_ps(masked(a, add, mask))}; }
 

@@ -64,6 +64,7 @@ struct Float {
   friend Float operator+(Float a, Float b) { return {_mm512_add_ps(a.v, b.v)}; }
   friend Float operator*(Float a, Float b) { return {_mm512_mul_ps(a.v, b.v)}; }
   static Float fma(Float a, Float b, Float c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+  static Float fms(Float a, Float b, Float c) { return {_mm512_fmsub_ps(a.v, b.v, c.v)}; }
   static Float normalise(Float x, Float, Float inverse) { return x * inverse; }
   double sum() const { return static_cast<double>(_mm512_reduce_add_ps(v)); }
 
@@ -74,6 +75,9 @@ struct Float {
   }
   static Doubt zero_bits(Float a, uint32_t add, uint32_t mask) {
     return _mm512_testn_epi32_mask(plus(a, add), _mm512_set1_epi32(static_cast<int>(mask)));
+  }
+  static Doubt smaller(Float a, Float b) {
+    return _mm512_cmp_ps_mask(_mm512_abs_ps(a.v), _mm512_abs_ps(b.v), _CMP_NGE_UQ);
   }
   static Float cut_bits(Float a, uint32_t add, uint32_t mask) {
     return {_mm512_castsi512_ps(_mm512_and_si512(plus(a, add), _mm512_set1_epi32(static_cast<int>(mask))))};

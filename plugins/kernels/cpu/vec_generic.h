@@ -109,6 +109,10 @@ struct Plain {
     for (int i = 0; i < kN; i++) c.v[i] += a.v[i] * b.v[i];
     return c;
   }
+  static Plain fms(Plain a, Plain b, Plain c) {
+    for (int i = 0; i < kN; i++) c.v[i] = a.v[i] * b.v[i] - c.v[i];
+    return c;
+  }
   static Plain normalise(Plain x, Plain r, Plain inverse) {
     if (sizeof(S) == sizeof(float)) return x * inverse;
     for (int i = 0; i < kN; i++) x.v[i] /= r.v[i];
@@ -127,6 +131,7 @@ struct Plain {
   using Doubt = unsigned;
   static bool any(Doubt a) { return a != 0; }
   static Doubt zero_bits(Plain, uint32_t, uint32_t) { return 1; }
+  static Doubt smaller(Plain, Plain) { return 1; }
   static Plain cut_bits(Plain a, uint32_t, uint32_t) { return a; }
 
   struct Squares {

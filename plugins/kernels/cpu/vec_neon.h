@@ -63,6 +63,7 @@ struct Float {
   friend Float operator+(Float a, Float b) { return {vaddq_f32(a.v, b.v)}; }
   friend Float operator*(Float a, Float b) { return {vmulq_f32(a.v, b.v)}; }
   static Float fma(Float a, Float b, Float c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
+  static Float fms(Float a, Float b, Float c) { return {vfmaq_f32(vnegq_f32(c.v), a.v, b.v)}; }
   static Float normalise(Float x, Float, Float inverse) { return x * inverse; }
   double sum() const { return static_cast<double>(vaddvq_f32(v)); }
 
@@ -75,6 +76,7 @@ struct Float {
     return vandq_u32(vaddq_u32(vreinterpretq_u32_f32(a.v), vdupq_n_u32(add)), vdupq_n_u32(mask));
   }
   static Doubt zero_bits(Float a, uint32_t add, uint32_t mask) { return {vceqzq_u32(masked(a, add, mask))}; }
+  static Doubt smaller(Float a, Float b) { return {vmvnq_u32(vcageq_f32(a.v, b.v))}; }
   static Float cut_bits(Float a, uint32_t add, uint32_t mask) { return {vreinterpretq_f32_u32(masked(a, add, mask))}; }
 
   struct Squares {
