@@ -20,6 +20,7 @@ from rmsnorm_deploy.benchmark.model import compare
 from rmsnorm_deploy.benchmark.result import BenchmarkReport, Timing, milliseconds
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity import ParityReport, run_parity
+from rmsnorm_deploy.parity.ulp import UlpError
 from rmsnorm_deploy.report import print_summary, view, write_html
 from rmsnorm_deploy.report.plots import error_plot, speed_plot
 
@@ -230,6 +231,38 @@ def test_text_has_contrast_in_light_and_dark() -> None:
             assert contrast(colour["ink"], colour[f"{name}-page"]) >= 4.5
         for number in range(1, 7):
             assert contrast(colour[f"series-{number}"], colour["card"]) >= 3
+
+
+def test_a_verdict_beside_the_unfused_model_shows_both_figures(
+    tmp_path: Path, bundle: FakeBundle, parity: ParityReport
+) -> None:
+    unfused = UlpError(384.4, 194, 13.62, 100)
+    backends = [
+        replace(backend, verdict="pass-as-exact-as-unfused", unfused=unfused)
+        if backend.name == "onnxruntime"
+        else backend
+        for backend in parity.backends
+    ]
+    found, _ = page(tmp_path, bundle, replace(parity, backends=backends), None)
+    assert "pass, as exact as unfused" in found
+    assert "unfused: 384 ULP at most, 13.6 on average" in found
+    assert "ONNX Runtime: unfused: 384 ULP at most" in printed(bundle, replace(parity, backends=backends), None)
+
+
+def test_the_model_before_export_is_not_said_to_be_as_exact_as_itself(parity: ParityReport) -> None:
+    eager = replace(parity.backend("pytorch"), verdict="pass-better-than-eager")
+    assert view.words(eager, parity) == "the model before export"
+    assert view.words(replace(eager, title="ONNX Runtime"), parity) == "pass, as exact as eager"
+
+
+def test_no_gain_is_clear_on_a_busy_machine(tmp_path: Path, bundle: FakeBundle, benchmark: BenchmarkReport) -> None:
+    idle = replace(benchmark, machine={**benchmark.machine, "load": 0.0, "cores": 2})
+    busy = replace(benchmark, machine={**benchmark.machine, "load": 9.0, "cores": 2})
+    clear = '<td data-label="Clear">yes</td>'
+    assert clear in page(tmp_path, bundle, None, idle)[0]
+    found, _ = page(tmp_path, bundle, None, busy)
+    assert clear not in found
+    assert "no, busy" in found
 
 
 def test_json_gives_the_same_report(

@@ -54,7 +54,7 @@ BACKENDS = {
     for backend in (
         Backend("pytorch", "PyTorch eager", "pytorch"),
         Backend(KERNELS, "PyTorch with our kernels", KERNELS),
-        Backend(REFERENCE, "onnx reference evaluator", REFERENCE),
+        Backend(REFERENCE, "ONNX reference evaluator", REFERENCE),
         Backend("onnxruntime", "ONNX Runtime", "onnxruntime", {"custom_ops": False}),
         Backend(
             "onnxruntime-unoptimized",

@@ -33,7 +33,7 @@ WIDTHS = {"wide": 7.2, "narrow": 3.6}  # inches at 96 points: the page's column,
 def error_plot(backends: Sequence[BackendResult], budget: float | None, width: str) -> str:
     """The share of elements whose error is larger than so many ULPs, a line a backend."""
     shown = [backend for backend in backends if backend.error is not None and any(backend.error.histogram)]
-    figure = _figure(width, 2.9 if width == "wide" else 2.6 + 0.2 * len(shown))
+    figure = _figure(width, _height(width, len(shown)))
     axes = figure.subplots()
     _dress(axes)
     for index, backend in enumerate(shown):
@@ -58,13 +58,13 @@ def error_plot(backends: Sequence[BackendResult], budget: float | None, width: s
         place = axes.get_xaxis_transform()  # x in ULPs, y in shares of the height
         axes.annotate("budget", (budget, 0.04), xycoords=place, xytext=(4, 0), textcoords="offset points", color=_INK)
     axes.grid(color=_FAINT, linewidth=0.6)
-    figure.legend(loc="outside upper left", frameon=False, labelcolor=_INK, ncols=1 if width == "narrow" else 3)
+    figure.legend(loc="outside upper left", frameon=False, labelcolor=_INK, ncols=1 if width == "narrow" else 2)
     return _svg(figure, f"error-{width}")
 
 
 def depth_plot(sites: Mapping[str, Sequence[SiteError]], width: str) -> str:
     """The mean error at each norm in the graph's order, a line a backend by its title, and one for before fusing."""
-    figure = _figure(width, 2.9 if width == "wide" else 2.6 + 0.2 * (len(sites) + 1))
+    figure = _figure(width, _height(width, len(sites) + 1))
     axes = figure.subplots()
     _dress(axes)
     lines = {title: [(site.depth + 1, site.error_mean) for site in each] for title, each in sites.items()}
@@ -89,7 +89,7 @@ def depth_plot(sites: Mapping[str, Sequence[SiteError]], width: str) -> str:
     axes.locator_params(axis="x", integer=True)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}" if value < 1e4 else f"{value:.0e}")
     axes.grid(color=_FAINT, linewidth=0.6)
-    figure.legend(loc="outside upper left", frameon=False, labelcolor=_INK, ncols=1 if width == "narrow" else 3)
+    figure.legend(loc="outside upper left", frameon=False, labelcolor=_INK, ncols=1 if width == "narrow" else 2)
     return _svg(figure, f"depth-{width}")
 
 
@@ -107,6 +107,11 @@ def speed_plot(timings: Sequence[Timing], width: str, name: str) -> str:
         _dress(axes)
         _bars(axes, panel, 4 if width == "narrow" else 6)
     return _svg(figure, f"{name}-{width}")
+
+
+def _height(width: str, lines: int) -> float:
+    """Inches of a plot whose legend has so many lines: in two columns, or in one on a phone."""
+    return 2.6 + 0.2 * (math.ceil(lines / 2) if width == "wide" else lines)
 
 
 def _backends(timings: Sequence[Timing]) -> list[str]:

@@ -80,7 +80,7 @@ def _parity(parity: ParityReport) -> list[Any]:
         error = backend.error
         table.add_row(
             Text(backend.title),
-            Text(f"{view.SYMBOLS[backend.verdict]} {view.WORDS[backend.verdict]}", style),
+            Text(f"{view.SYMBOLS[backend.verdict]} {view.words(backend, parity)}", style),
             Text(view.ulps(error.max if error else None)),
             Text(view.ulps(error.mean if error else None)),
             Text(view.eager_text(backend)),
@@ -88,6 +88,8 @@ def _parity(parity: ParityReport) -> list[Any]:
     parts: list[Any] = [table]
     parts += [Text(f"budget for {view.budget_text(budget)}", "dim") for budget in parity.budgets.values()]
     for backend in view.judged(parity):
+        if backend.unfused is not None:
+            parts.append(Text(f"{backend.title}: {view.unfused_text(backend)}", "dim"))
         if backend.verdict == FAIL:
             parts.append(Text(f"{backend.title}: {view.failure_text(backend)}", "red"))
     absent = view.not_run(parity)

@@ -29,7 +29,7 @@ SYMBOLS = {PASS: "✓", PASS_LIKE_EAGER: "✓", PASS_LIKE_UNFUSED: "✓", FAIL: 
 WORDS = {
     PASS: "pass",
     PASS_LIKE_EAGER: "pass, as exact as eager",
-    PASS_LIKE_UNFUSED: "pass, as exact as before fusing",
+    PASS_LIKE_UNFUSED: "pass, as exact as unfused",
     FAIL: "fail",
     NOT_RUN: "not run",
 }
@@ -155,6 +155,12 @@ def ulps(value: float | None) -> str:
     return f"{value:.0f}" if 100 <= value < 1e5 else f"{value:.3g}"
 
 
+def words(backend: BackendResult, parity: ParityReport) -> str:
+    """The verdict in words; of the model before export, which is as exact as itself, what it is."""
+    baseline = backend.title == parity.baseline and backend.verdict == PASS_LIKE_EAGER
+    return "the model before export" if baseline else WORDS[backend.verdict]
+
+
 def eager_text(backend: BackendResult) -> str:
     """How the error compares with the model's own before export."""
     ratio = backend.versus_eager
@@ -163,6 +169,14 @@ def eager_text(backend: BackendResult) -> str:
     if ratio < 0.9:
         return f"{_times(1 / ratio)} more exact" if ratio > 0.001 else "far more exact"
     return "alike" if ratio < 1.1 else f"{_times(ratio)} less exact"
+
+
+def unfused_text(backend: BackendResult) -> str:
+    """What the model before fusing makes of the inputs on which it was needed beside this one."""
+    if backend.unfused is None:
+        return ""
+    error = backend.unfused
+    return f"unfused: {ulps(error.max)} ULP at most, {ulps(error.mean)} on average"
 
 
 def _times(ratio: float) -> str:
