@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,7 @@ def _build_group(name: str, sm: Sequence[int], force: bool, definitions: Sequenc
         raise InputError("this installation has no C++ sources: build in a checkout of the project")
     options = [*GROUPS[name].options, *definitions]
     options += [f"-DRMSNORM_SM={';'.join(str(item) for item in sm)}"] if sm else []
+    options += [f"-DCMAKE_CUDA_COMPILER={nvcc}"] if name != "cpu" and (nvcc := find_nvcc()) else []
     wanted = identity(name)
     key = hashlib.sha256("\n".join([name, wanted, *options]).encode()).hexdigest()[:20]
     target = cache_folder() / f"{name}-{key}"
@@ -128,15 +130,45 @@ def check_tools(name: str) -> tuple[str, str]:
     """What the compiler calls itself, and the path of CMake.
 
     Raises:
-        BackendUnavailable: one of them, or nvcc where the group needs it, is not on PATH.
+        BackendUnavailable: one of them, or nvcc where the group needs it, is not here, too old or does not run.
     """
-    return _compiler(name), _tool("cmake", "install CMake 3.20 or newer")
+    return _compiler(name), _cmake()
+
+
+def find_nvcc() -> str | None:
+    """The CUDA compiler: ``$CUDACXX``, on PATH, in ``$CUDA_HOME`` or where the toolkit's installer puts it."""
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    candidates = [os.environ.get("CUDACXX"), "nvcc", *(f"{home}/bin/nvcc" for home in homes if home)]
+    return next((found for found in map(shutil.which, filter(None, candidates)) if found), None)
+
+
+def _cmake() -> str:
+    needed = "CMake 3.20 or newer is needed to build the native libraries"
+    path = shutil.which("cmake")
+    if path is None:
+        raise BackendUnavailable(f"{needed}, and there is none here: pip install cmake")
+    said = _version_of(path)
+    found = re.search(r"(\d+)\.(\d+)", said)
+    if found is None or (int(found[1]), int(found[2])) < (3, 20):
+        raise BackendUnavailable(f"{needed}, and {path} is {said!r}: pip install cmake")
+    return path
+
+
+def _version_of(path: str) -> str:
+    """The first line that a tool says of itself."""
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BackendUnavailable(f"{path} --version ends with status {done.returncode}: that tool is not in order")
+    return (done.stdout.splitlines() or [path])[0]
 
 
 def _compiler(name: str) -> str:
     """The first line that the compiler says of itself."""
-    if name != "cpu":
-        _tool("nvcc", "install the CUDA toolkit and put its bin folder on PATH")
+    if name != "cpu" and find_nvcc() is None:
+        raise BackendUnavailable(
+            "nvcc is needed to build the CUDA kernels, and is not here: install the CUDA toolkit, and put its bin "
+            "folder on PATH or set CUDACXX"
+        )
     chosen = os.environ.get("CXX")
     candidates = [chosen] if chosen else ["c++", "g++", "clang++"]
     path = next((found for found in map(shutil.which, candidates) if found), None)
@@ -145,15 +177,7 @@ def _compiler(name: str) -> str:
             f"no C++ compiler here ({' or '.join(candidates)}): install g++ 9 or clang 10 or newer; "
             "without one, models run on the function bodies in their files"
         )
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-    return (done.stdout.splitlines() or [path])[0]
-
-
-def _tool(name: str, cure: str) -> str:
-    path = shutil.which(name)
-    if path is None:
-        raise BackendUnavailable(f"{name} is needed to build the native libraries, and is not here: {cure}")
-    return path
+    return _version_of(path)
 
 
 def _run(command: list[str], quiet: bool) -> None:

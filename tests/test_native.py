@@ -143,7 +143,7 @@ def test_a_failed_build_says_what_the_compiler_said_and_leaves_nothing(cache: Pa
     assert list(cache.iterdir()) == []
 
 
-@pytest.mark.parametrize(("present", "missing"), [("c++", "cmake is needed"), ("cmake", r"no C\+\+ compiler here")])
+@pytest.mark.parametrize(("present", "missing"), [("c++", "CMake 3.20 or newer"), ("cmake", r"no C\+\+ compiler here")])
 def test_without_a_tool_the_message_says_which(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, present: str, missing: str
 ) -> None:
@@ -155,6 +155,41 @@ def test_without_a_tool_the_message_says_which(
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(BackendUnavailable, match=missing):
         native_build.build(quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("tool", "script", "words"),
+    [
+        ("c++", "exit 1", "not in order"),
+        ("cmake", "exit 1", "not in order"),
+        ("cmake", "echo cmake version 3.16.3", r"3\.20 or newer is needed .*3\.16\.3"),
+    ],
+)
+def test_a_tool_that_will_not_do_is_refused_before_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, script: str, words: str
+) -> None:
+    """So that an installation goes on without the libraries, instead of failing in the middle of their build."""
+    for name in ("c++", "cmake"):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script if name == tool else 'echo cmake version 4.1.0'}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(BackendUnavailable, match=words):
+        native_build.check_tools("cpu")
+
+
+def test_nvcc_is_found_where_the_toolkit_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDACXX", raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert native_build.find_nvcc() == str(nvcc)
+    monkeypatch.setenv("CUDACXX", str(nvcc))
+    monkeypatch.delenv("CUDA_HOME")
+    assert native_build.find_nvcc() == str(nvcc)
 
 
 def test_the_cuda_kernels_are_linked_beside_the_custom_ops(cache: Path, sources: Path) -> None:
