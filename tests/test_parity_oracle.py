@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity import lift_onnx
 from rmsnorm_deploy.parity.lift_onnx import OnnxProgram
-from rmsnorm_deploy.parity.lift_torch import TorchProgram
+from rmsnorm_deploy.parity.lift_torch import TorchProgram, _lacks_double
 from rmsnorm_deploy.parity.oracle import open_oracle
 from rmsnorm_deploy.runtime.tensors import to_numpy
 
@@ -445,3 +445,27 @@ def test_a_missing_input_is_named(tmp_path: Path) -> None:
 def test_bfloat16_feeds_widen_to_the_same_values() -> None:
     values = np.asarray([1.1, -3.3], ml_dtypes.bfloat16)
     assert lift_onnx._widen(values).tolist() == [float(values[0]), float(values[1])]
+
+
+DOUBLE, SINGLE = torch.zeros(1, 1, 4, 4, dtype=torch.float64), torch.zeros(1, 1, 4, 4)
+BYTES = torch.zeros(4, 4, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("call", "lacks"),
+    [
+        (lambda: torch.quantize_per_tensor(DOUBLE, 0.1, 0, torch.quint8), True),
+        (lambda: torch.ops.aten._weight_int8pack_mm(DOUBLE[0, 0], BYTES, DOUBLE[0, 0, 0]), True),
+        (lambda: torch.bitwise_and(DOUBLE, DOUBLE), True),
+        (lambda: DOUBLE[0, 0, 0] @ SINGLE[0, 0, 0], False),
+        (lambda: torch.nn.functional.linear(DOUBLE, SINGLE[0, 0]), False),
+        (lambda: torch.nn.functional.conv2d(DOUBLE, SINGLE), False),
+        (lambda: torch.index_add(DOUBLE, 0, torch.tensor([0]), SINGLE), False),
+        (lambda: DOUBLE @ DOUBLE[..., :3, :], False),
+    ],
+)  # fmt: skip
+def test_an_operator_without_a_double_kernel_is_told_from_operands_that_do_not_fit(call: Any, lacks: bool) -> None:
+    """The one may run in the model's own dtype; in the other lifting has gone wrong, and hiding it would be worse."""
+    with pytest.raises((RuntimeError, NotImplementedError)) as caught:
+        call()
+    assert _lacks_double(caught.value) == lacks
