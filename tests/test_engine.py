@@ -39,6 +39,7 @@ from rmsnorm_deploy.runtime.engines import (
 )
 from rmsnorm_deploy.runtime.profiles import ShapeRange
 from rmsnorm_deploy.runtime.tensors import DTYPES
+from rmsnorm_deploy.runtime.trust import built_here
 
 rtx = pytest.mark.skipif(not support.HAS_RTX, reason=support.NO_RTX)
 SMS = (80, 86, 89, 120)
@@ -118,8 +119,11 @@ def test_dims_are_arithmetic_and_nothing_else() -> None:
 
 
 @rtx
-def test_both_variants_are_built_for_all_cards_and_described(bundle: Path) -> None:
+def test_both_variants_are_built_for_all_cards_and_described(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = support.plugin_library()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     said: list[str] = []
     records = build_engines(bundle, EngineOptions("tensorrt-rtx", SMS, plugin_library=library), said.append)
     assert [record.name for record in records] == [f"tensorrt-rtx-sm80-86-89-120-{v}" for v in ("plugin", "native")]
@@ -139,6 +143,7 @@ def test_both_variants_are_built_for_all_cards_and_described(bundle: Path) -> No
     assert records[0].path.stat().st_size > library.stat().st_size / 2 > records[1].path.stat().st_size
     assert records[1].plugin is None
     assert any("untimed" in line for line in said)
+    assert all(built_here(record.sha256) for record in records)
     chosen = choose_engine(records, "tensorrt-rtx", records[0].runtime_version, 89, bundle)
     assert chosen.plugin == "embedded"
     assert sorted(p.suffix for p in (bundle / "engines").iterdir()) == [".engine", ".engine", ".json", ".json"]

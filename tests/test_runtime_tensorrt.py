@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
-from rmsnorm_deploy.runtime import open_session
+from rmsnorm_deploy.runtime import open_session, trust
 from rmsnorm_deploy.runtime.cuda import no_gpu_reason
 from rmsnorm_deploy.runtime.engines import (
     EngineRecord,
@@ -494,13 +494,45 @@ def test_code_in_an_engine_that_should_have_none_is_never_allowed(tmp_path, engi
     assert open_fake(tmp_path, engine, device, allow_host_code=allowed)._runtime.engine_host_code_allowed is False
 
 
-def test_machine_code_in_an_engine_runs_only_when_allowed(tmp_path, engine, device):
+@pytest.mark.parametrize(
+    ("allowed", "own", "refusal"),
+    [
+        (None, False, "machine code, and was not built here: pass allow_host_code=True"),
+        (None, True, None),
+        (False, True, "machine code, and allow_host_code is False: build one with --plugin never"),
+        (True, False, None),
+    ],
+)
+def test_machine_code_in_an_engine_runs_only_when_it_is_ones_own_or_allowed(
+    tmp_path, engine, device, monkeypatch, allowed, own, refusal
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_engine(tmp_path, plugin="embedded")
-    with pytest.raises(InputError, match="machine code: pass allow_host_code=True"):
-        open_fake(tmp_path, engine, device)
-    session = open_fake(tmp_path, engine, device, allow_host_code=True)
-    assert session._runtime.engine_host_code_allowed is True
-    assert session._runtime.loaded == [b"engine"]
+    if own:
+        trust.remember(sha(b"engine"))
+    if refusal is None:
+        session = open_fake(tmp_path, engine, device, allow_host_code=allowed)
+        assert session._runtime.engine_host_code_allowed is True
+        assert session._runtime.loaded == [b"engine"]
+        return
+    with pytest.raises(BackendUnavailable, match=refusal):
+        open_fake(tmp_path, engine, device, allow_host_code=allowed)
+    assert FakeRuntime.made[-1].engine_host_code_allowed is False
+    assert FakeRuntime.made[-1].loaded == []
+
+
+def test_only_the_users_own_mark_says_that_an_engine_was_built_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "rmsnorm_deploy" / "engines-built-here"
+    assert not trust.built_here("a")
+    trust.remember("a")
+    trust.remember("a")
+    assert trust.built_here("a")
+    assert folder.stat().st_mode & 0o077 == 0
+    (folder / "b").symlink_to(folder / "a")
+    assert not trust.built_here("b")
+    monkeypatch.setattr("os.getuid", lambda: 4242)
+    assert not trust.built_here("a")
 
 
 def test_a_run_that_fails_is_no_silent_garbage(tmp_path, engine, device):

@@ -23,6 +23,7 @@ from rmsnorm_deploy.runtime.engines import EngineRecord, as_metadata, check_dtyp
 from rmsnorm_deploy.runtime.optional import load_module, native_library
 from rmsnorm_deploy.runtime.profiles import Profile
 from rmsnorm_deploy.runtime.signature import Signature
+from rmsnorm_deploy.runtime.trust import remember
 
 OUR_MARK = "rmsnorm_deploy: "  # what the plugin's own messages begin with
 VARIANTS = {"auto": ("plugin", "native"), "always": ("plugin",), "never": ("native",)}
@@ -163,11 +164,19 @@ def _build(
         "build_peak_bytes": answer.peak_bytes,
     }
     _write(folder / f"{name}.json", as_metadata(record, **extra))
+    _remember(record, tell)
     tell(
         f"{name}: {answer.plugin_layers} plugin layers of {answer.layers}, {engine.stat().st_size / 2**20:.1f} MB, "
         f"{answer.seconds:.1f} s, {answer.peak_bytes / 2**30:.2f} GB at most"
     )
     return record
+
+
+def _remember(record: EngineRecord, tell: Say) -> None:
+    try:
+        remember(record.sha256)
+    except OSError as error:
+        tell(f"warning: {record.name} will need allow_host_code=True: {error.filename}: {error.strerror}")
 
 
 def _run(request: BuildRequest, scratch: Path) -> BuildAnswer:

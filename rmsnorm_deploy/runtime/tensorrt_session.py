@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rmsnorm_deploy.errors import DeployError, InputError
+from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
 from rmsnorm_deploy.runtime.cuda import CudaDevice
 from rmsnorm_deploy.runtime.engines import (
     EngineRecord,
@@ -29,6 +29,7 @@ from rmsnorm_deploy.runtime.profiles import Shape, choose_profile
 from rmsnorm_deploy.runtime.rtx_library import ensure_rtx_library
 from rmsnorm_deploy.runtime.session import BundleLike, Session
 from rmsnorm_deploy.runtime.tensors import Array, torch_dtype
+from rmsnorm_deploy.runtime.trust import built_here
 
 MODULES = {
     "tensorrt": ("tensorrt", "pip install tensorrt"),
@@ -55,7 +56,7 @@ def open_tensorrt(
     cuda_graph: bool = False,
     graph_cache: int = 8,
     device: int | None = None,
-    allow_host_code: bool = False,
+    allow_host_code: bool | None = None,
 ) -> TensorRTSession:
     """Open an engine of ``bundle`` on the current GPU.
 
@@ -64,12 +65,14 @@ def open_tensorrt(
         cuda_graph: replay a CUDA graph for each set of input shapes.
         graph_cache: how many such graphs a thread keeps, each with an execution context of its own.
         device: index of the GPU; the current one when None.
-        allow_host_code: an engine may embed our plugin library, which is machine code that runs with your rights. Only
-            allow it for bundles whose origin you trust: the checks of hashes find damage and mix-ups, not malice. It
-            changes nothing for engines without the library, whose code is never run.
+        allow_host_code: an engine may embed our plugin library, which is machine code that runs with your rights. None
+            allows it in engines that you built on this machine, True in all: pass it for a bundle whose origin you
+            trust, since the checks of hashes find damage and mix-ups, not malice. False allows it in none. Engines
+            without the library need no leave, and are given none.
 
     Raises:
-        BackendUnavailable: the package, a GPU, or an engine for them is not there; names both sides of a mismatch.
+        BackendUnavailable: the package, a GPU, or an engine for them is not there; names both sides of a mismatch. Or
+            the code in the engine is not allowed.
         InputError: a model or engine that cannot be used, or no engine of that name.
     """
     module = load_module(*MODULES[backend])
@@ -111,7 +114,7 @@ class TensorRTSession(Session):
         backend: str,
         engine: str | None = None,
         graph_cache: int = 0,
-        allow_host_code: bool = False,
+        allow_host_code: bool | None = None,
     ) -> None:
         super().__init__(bundle)
         self.backend = backend
@@ -125,16 +128,12 @@ class TensorRTSession(Session):
         check_tensors(self.record, self.signature, *engine_tensors(self._engine, module))
         self._local = _PerThread()
 
-    def _load(self, manifest: Mapping[str, Any], allow_host_code: bool) -> Any:
+    def _load(self, manifest: Mapping[str, Any], allow_host_code: bool | None) -> Any:
         """The engine, deserialized; code in it may run only where it is ours, undamaged, and the caller allows it."""
         record = self.record
         data = checked_bytes(record, manifest)
         if record.plugin is not None:
-            if not allow_host_code:
-                raise InputError(
-                    f"engine {record.name} embeds the plugin library, which is machine code: pass allow_host_code=True "
-                    "if you trust where this bundle comes from"
-                )
+            _check_trust(record, allow_host_code)
             if self.backend == "tensorrt-rtx":
                 ensure_rtx_library()
             self._runtime.engine_host_code_allowed = True
@@ -238,6 +237,18 @@ class TensorRTSession(Session):
         self._enqueue(context, stream)  # TensorRT finishes its set-up for new shapes in the first run
         replay = self._device.capture(self._local.stream, lambda handle: self._enqueue(context, handle))
         return _Graph(fixed, outputs, replay, context)
+
+
+def _check_trust(record: EngineRecord, allowed: bool | None) -> None:
+    """Raises BackendUnavailable where the code in the engine may not run."""
+    code = f"engine {record.name} embeds the plugin library, which is machine code"
+    if allowed is False:
+        raise BackendUnavailable(f"{code}, and allow_host_code is False: build one with --plugin never")
+    if allowed is None and not built_here(record.sha256):
+        raise BackendUnavailable(
+            f"{code}, and was not built here: pass allow_host_code=True if you trust where this bundle comes from, "
+            "or build it here"
+        )
 
 
 def engine_tensors(engine: Any, module: Any) -> tuple[dict[str, str], dict[str, str]]:
