@@ -17,15 +17,30 @@ import torch
 from rmsnorm_deploy import opset
 from rmsnorm_deploy.bundle import open_bundle
 from rmsnorm_deploy.engine import EngineOptions, build_engines
+from rmsnorm_deploy.export.pipeline import export_model
+from rmsnorm_deploy.parity import run_parity
 from rmsnorm_deploy.runtime import open_session
+from rmsnorm_deploy.runtime.cuda import CudaDevice, no_gpu_reason
+from rmsnorm_deploy.runtime.status import RTX_BUILDS_FOR
 
 RUNTIME = "tensorrt" if importlib.util.find_spec("tensorrt") else "tensorrt-rtx"
 SHORT = {support.FLOAT: "f32", support.HALF: "f16", support.BFLOAT: "bf16"}
 TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-pytestmark = pytest.mark.skipif(
-    not importlib.util.find_spec("tensorrt") and not support.HAS_RTX,
-    reason="neither tensorrt nor tensorrt_rtx is installed",
-)
+
+
+def why_not() -> str | None:
+    """Why no engine can run here, apart from the GPU that the whole folder needs."""
+    if RUNTIME == "tensorrt":
+        return None
+    if not support.HAS_RTX:
+        return "neither tensorrt nor tensorrt_rtx is installed"
+    here = CudaDevice().sm if no_gpu_reason() is None else None
+    if here not in (None, *RTX_BUILDS_FOR):
+        return f"tensorrt is not installed, and TensorRT-RTX has no engines for SM {here}"
+    return None
+
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 def session(folder: Path, plugin: str = "always", model: Any = None, **options: Any) -> Any:
@@ -117,3 +132,12 @@ def test_auto_times_both_variants_and_keeps_the_faster(tmp_path: Path) -> None:
     assert kept[0].milliseconds is not None
     assert sum(line.endswith(" ms") for line in said) == 2
     assert [path.name for path in sorted((folder / "engines").glob("*.engine"))] == [kept[0].path.name]
+
+
+@pytest.mark.parametrize("plugin", ["always", "never"])
+def test_parity_judges_an_engine_of_a_whole_model(plugin: str, tmp_path: Path) -> None:
+    recipe = support.ROOT / "export" / "transformer_block.py"
+    bundle = export_model(recipe, out_dir=tmp_path / "b", check=False, benchmark=False)
+    build_engines(bundle, EngineOptions(RUNTIME, plugin=plugin, plugin_library=support.plugin_library()))
+    (judged,) = (b for b in run_parity(bundle, backends=[RUNTIME]).backends if b.name == RUNTIME)
+    assert judged.verdict.startswith("pass"), judged
