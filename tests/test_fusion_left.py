@@ -39,6 +39,18 @@ DECOYS = {
     "negative epsilon": (MEAN + "ne = Neg(eps) me = Add(ms, ne) ab = Abs(me) rt = Sqrt(ab) n = Div(x, rt) "
         "y = Mul(n, w)", NOTHING),
     "epsilon a row": (MEAN + "me = Add(ms, veps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)", NOTHING),
+    "guard that hides NaN": (MEAN + "q = Greater(ms, eps) f = Where(q, ms, eps) rt = Sqrt(f) n = Div(x, rt) "
+        "y = Mul(n, w)", "in float64 it differs"),
+    "guard that changes small rows": (MEAN + "rt = Sqrt(ms) q = Less(rt, three) f = Where(q, one, rt) n = Div(x, f) "
+        "y = Mul(n, w)", "in float64 it differs"),
+    "variance and another mean": (CENTRE + "sq = Mul(c, c) va = ReduceMean(sq, last) z = Neg(x) a = Abs(z) "
+        "t = ReduceMean(a, last) m2 = Mul(t, t) ms = Add(va, m2) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) "
+        "y = Mul(n, w)", NOTHING),
+    "statistic of a view of other rows": ("v = Reshape(x, rows) sq = Mul(v, v) ms = ReduceMean<keepdims = 0>(sq, last) "
+        "me = Add(ms, eps) rt = Sqrt(me) s = Shape<end = 2>(x) r = Reshape(rt, s) u = Unsqueeze(r, last) z = Relu(x) "
+        "n = Div(z, u) y = Mul(n, w)", OTHER),
+    "exponential of another power": (MEAN + "me = Add(ms, eps) l = Log(me) h = Mul(l, half) e = Exp(h) f = Mul(e, e) "
+        "n = Div(x, f) y = Mul(n, w)", WITHIN),
     "softmax": ("e = Exp(x) t = ReduceSum(e, last) y = Div(e, t)", None),
 }  # fmt: skip
 
@@ -47,10 +59,18 @@ DECOYS = {
 @pytest.mark.parametrize("dtype", ["float", "double"])
 def test_a_decoy_becomes_a_norm_or_has_no_reason(name: str, dtype: str) -> None:
     body, reason = DECOYS[name]
-    more = "float[3, 1] veps = {1e-5, 1e-2, 0.1}"
+    more = "float[3, 1] veps = {1e-5, 1e-2, 0.1}, int64[2] rows = {-1, 12}"
     exact = 1e-6 if dtype == "float" else 1e-13
     model = graph(body, more=more, dtype=dtype)
     check(model, 0, left=() if reason is None else (reason,), exact=exact)
+
+
+def test_a_mean_over_part_of_the_row_is_taken_for_the_rows() -> None:
+    body = (
+        "sq = Mul(x, x) p = AveragePool<kernel_shape = [11]>(sq) ms = ReduceMean(p, last) me = Add(ms, eps) "
+        "rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)"
+    )
+    check(graph(body), 0)
 
 
 SQUARE = {"inputs": "float[12, 12] x", "outputs": "float[12, 12] y"}

@@ -7,6 +7,7 @@ from fusion_graphs import check, graph
 
 MEAN = "sq = Mul(x, x) ms = ReduceMean(sq, last) "
 ROOT = MEAN + "me = Add(ms, eps) rt = Sqrt(me) "
+VARIANCE = "mu = ReduceMean(x, last) c = Sub(x, mu) sq = Mul(c, c) va = ReduceMean(sq, last) "
 
 SPELLINGS = {
     "div": ROOT + "n = Div(x, rt) y = Mul(n, w)",
@@ -76,12 +77,49 @@ SPELLINGS = {
     "c = Clip(s, eps) n = Div(x, c) y = Mul(n, w)",
     "computed twice": "sq = Mul(x, x) p = Sigmoid(x) q = Sigmoid(x) v = Mul(p, p) ms = ReduceMean(v, last) "
     "me = Add(ms, eps) rt = Sqrt(me) n = Div(q, rt) y = Mul(n, w)",
+    "product over letters": 'sq = Einsum<equation = "bij,bij->bi">(x, x) ms = Div(sq, d) me = Add(ms, eps) '
+    'rt = Sqrt(me) r = Reciprocal(rt) y = Einsum<equation = "bij,bi,j->bij">(x, r, w)',
+    "product under an ellipsis": ROOT + 'n = Div(x, rt) y = Einsum<equation = "...d,d->...d">(n, w)',
+    "exponential of a logarithm": MEAN + "me = Add(ms, eps) l = Log(me) h = Mul(l, mhalf) r = Exp(h) n = Mul(x, r) "
+    "y = Mul(n, w)",
+    "divided by an exponential": MEAN + "me = Add(ms, eps) l = Log(me) h = Mul(half, l) rt = Exp(h) n = Div(x, rt) "
+    "y = Mul(n, w)",
+    "variance and squared mean": VARIANCE + "m2 = Mul(mu, mu) ms = Add(va, m2) me = Add(ms, eps) rt = Sqrt(me) "
+    "n = Div(x, rt) y = Mul(n, w)",
+    "squared sum and variance": VARIANCE + "t = ReduceSum(x, last) a = Div(t, d) a2 = Pow(a, two) ms = Add(a2, va) "
+    "me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)",
+    "statistic of a view": "v = Reshape(x, rows) sq = Mul(v, v) ms = ReduceMean<keepdims = 0>(sq, last) "
+    "me = Add(ms, eps) rt = Sqrt(me) s = Shape<end = 2>(x) one1 = Constant<value_ints = [1]>() "
+    "t = Concat<axis = 0>(s, one1) back = Reshape(rt, t) n = Div(x, back) y = Mul(n, w)",
+    "statistic of a view, axis kept": "v = Reshape(x, rows) sq = Mul(v, v) ms = ReduceMean(sq, last) me = Add(ms, eps) "
+    "s = Shape<end = 2>(x) k = Reshape(me, s) rt = Sqrt(k) u = Unsqueeze(rt, last) n = Div(x, u) y = Mul(n, w)",
+    "pool over the row": "sq = Mul(x, x) ms = AveragePool<kernel_shape = [12]>(sq) me = Add(ms, eps) rt = Sqrt(me) "
+    "n = Div(x, rt) y = Mul(n, w)",
+    "an axis of one element": "sq = Mul(x, x) u = Unsqueeze(sq, mid) m = ReduceMean(u, both) ms = Squeeze(m, mid) "
+    "me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)",
+    "capped inverse": MEAN + "rt = Sqrt(ms) r = Reciprocal(rt) big = Reciprocal(eps) c = Min(r, big) n = Mul(x, c) "
+    "y = Mul(n, w)",
+    "clipped inverse": MEAN + "rt = Sqrt(ms) r = Reciprocal(rt) big = Reciprocal(eps) none = Neg(big) "
+    "c = Clip(r, none, big) n = Mul(x, c) y = Mul(n, w)",
+    "epsilon spread over the rows": MEAN + "s = Shape(ms) e = Expand(eps, s) me = Add(e, ms) rt = Sqrt(me) "
+    "n = Div(x, rt) y = Mul(n, w)",
+    "guard that only zero rows meet": ROOT + "z = Sub(eps, eps) q = Equal(ms, z) g = Where(q, one, rt) n = Div(x, g) "
+    "y = Mul(n, w)",
+    "floor by comparison": MEAN + "q = Less(ms, eps) f = Where(q, eps, ms) rt = Sqrt(f) n = Div(x, rt) y = Mul(n, w)",
+    "guard below the epsilon": MEAN + "me = Add(ms, eps) q = Less(me, eps) f = Where(q, eps, me) rt = Sqrt(f) "
+    "n = Div(x, rt) y = Mul(n, w)",
     "gated": "g = Sigmoid(x) h = Mul(g, x) sq = Mul(h, h) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) "
     "n = Div(h, rt) y = Mul(n, w)",
 }
-MORE = "float[12, 1] ones = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, int64[1] mid = {-2}"
+MORE = "float[12, 1] ones = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, int64[1] mid = {-2}, int64[2] rows = {-1, 12}"
 ROUNDED = {"sum times 1/d": 1e-7}  # the constant is a float32, whatever the graph's dtype
-NO_DOUBLE_KERNEL = {"l2 squared", "l2 norm and epsilon outside", "normalize times root d", "lp normalization"}
+NO_DOUBLE_KERNEL = {
+    "l2 squared",
+    "l2 norm and epsilon outside",
+    "normalize times root d",
+    "lp normalization",
+    "pool over the row",
+}
 
 
 @pytest.mark.parametrize("name", SPELLINGS)

@@ -273,6 +273,18 @@ def _global_average_pool(node: ir.Node, inputs: Inputs) -> Array:
     return np.asarray(np.mean(x, axis=tuple(range(2, x.ndim)), keepdims=True))
 
 
+def is_whole_pool(node: ir.Node, shape: Sequence[object]) -> bool:
+    """Whether an AveragePool over an input of ``shape`` is the mean over everything behind batch and channel."""
+    plain = not any(attribute(node, "pads", ())) and attribute(node, "auto_pad", "NOTSET") in ("NOTSET", "VALID")
+    return plain and tuple(attribute(node, "kernel_shape", ())) == tuple(shape[2:])
+
+
+def _average_pool(node: ir.Node, inputs: Inputs) -> Array:
+    if not is_whole_pool(node, _need(inputs, 0).shape):
+        raise CannotEvaluateError("AveragePool over a part")
+    return _global_average_pool(node, inputs)
+
+
 def _constant_of_shape(node: ir.Node, inputs: Inputs) -> Array:
     value = node.attributes.get("value")
     fill = np.zeros(1, np.float32) if value is None else value.value.numpy()
@@ -320,8 +332,13 @@ _TABLE: dict[str, Callable[[ir.Node, Inputs], Array]] = {
     "Where": lambda node, inputs: np.where(_need(inputs, 0), _need(inputs, 1), _need(inputs, 2)),
     "Equal": _binary(np.equal),
     "Greater": _binary(np.greater),
+    "GreaterOrEqual": _binary(np.greater_equal),
     "Less": _binary(np.less),
+    "LessOrEqual": _binary(np.less_equal),
+    "And": _binary(np.logical_and),
+    "Or": _binary(np.logical_or),
     "Not": _unary(np.logical_not),
+    "IsNaN": _unary(np.isnan),
     "ReduceMean": _reduce(np.mean),
     "ReduceSum": _reduce(np.sum),
     "ReduceMax": _reduce(np.max),
@@ -330,6 +347,7 @@ _TABLE: dict[str, Callable[[ir.Node, Inputs], Array]] = {
     "ReduceSumSquare": _reduce(_sum_square),
     "ReduceL2": _reduce(_l2),
     "GlobalAveragePool": _global_average_pool,
+    "AveragePool": _average_pool,
     "Einsum": _einsum,
     "MatMul": _binary(np.matmul),
     "Reshape": _reshape,

@@ -96,7 +96,7 @@ class _Search:
         self.prover = Prover()
         self._fused: set[ir.Node] = set()  # nodes that a proved norm replaces
         self._signatures: dict[Variant, Signature] = {}
-        self._explained: set[Atom] = set()  # statistics that ``left`` has
+        self._explained: set[Atom | ir.Node | None] = set()  # statistics that ``left`` has, and where they are taken
 
     def visit(self, graph: ir.Graph, around: Set[ir.Graph] = frozenset()) -> None:
         """Search a graph, which lies within the graphs ``around``, and those inside it."""
@@ -119,13 +119,14 @@ class _Search:
         for value, (statistic, reason) in found.reasons.items():
             self._leave(value, statistic, reason)
         for node, statistic in self.interpreter.reductions[first:]:
-            if node.graph is graph and node not in self._fused and statistic not in self._explained:
+            if node.graph is graph and node not in self._fused and not self._explained & {node, statistic}:
+                self._explained.add(node)
                 self.left.append(_left(node, NOT_DIVIDED))
         self.left.extend(_left(node, LAYER_NORM) for node in graph if _is_layer_norm(node))
 
     def _leave(self, value: ir.Value, statistic: Atom, reason: str) -> None:
         self.left.append(_left(value.producer(), reason))
-        self._explained.add(statistic)
+        self._explained |= {statistic, statistic.node}
 
     def _prove(self, candidate: Candidate) -> Proof | str:
         if not can_fold(candidate, self.constants):

@@ -7,14 +7,16 @@ source.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable
 
+import numpy as np
 import onnx_ir as ir
 
 from rmsnorm_deploy.fusion.constants import Constants
-from rmsnorm_deploy.fusion.evaluate import attribute, constant_value
+from rmsnorm_deploy.fusion.einsum import einsum
+from rmsnorm_deploy.fusion.evaluate import attribute, constant_value, is_whole_pool
+from rmsnorm_deploy.fusion.guards import guarded
 from rmsnorm_deploy.fusion.meaning import (
     BROADCAST,
     MAX_FACTORS,
@@ -27,6 +29,8 @@ from rmsnorm_deploy.fusion.meaning import (
 )
 from rmsnorm_deploy.fusion.numbering import Numbering
 from rmsnorm_deploy.fusion.values import dtype_of, holds_only, is_float_value, shape_of, widest_source
+from rmsnorm_deploy.fusion.variance import mean_square_of_sum
+from rmsnorm_deploy.fusion.views import view
 from rmsnorm_deploy.opset import FLOAT_TYPES
 
 LARGEST_FLOAT = 3.4e38  # a clamp's upper bound that no float32 reaches
@@ -106,6 +110,22 @@ class Interpreter:
         layout = tuple(BROADCAST if dim == 1 else axis for axis, dim in enumerate(shape))
         return Meaning({(atom, layout): 1.0}, shape=shape)
 
+    def view_of(self, value: ir.Value, viewed: Meaning, shape: Shape) -> Meaning:
+        """A value that holds what ``viewed`` does, in another shape."""
+        meaning = self._opaque(("value", self.numbering.of(value)), value, shape)
+        ((atom, _),) = meaning.factors
+        atom.inner = viewed
+        return meaning
+
+    def rebuilt(self, atom: Atom, mean: Atom) -> Atom:
+        """The function of a statistic that ``atom`` is, of the statistic ``mean``."""
+        if atom.kind == "mean":
+            return mean
+        assert atom.base is not None
+        base = self.rebuilt(atom.base, mean)
+        key = (atom.kind, base.number, atom.power, atom.amount)
+        return self._atoms.intern(key, kind=atom.kind, base=base, power=atom.power, amount=atom.amount)
+
     # -- products and powers
 
     def _mul(self, node: ir.Node) -> Meaning | None:
@@ -143,6 +163,26 @@ class Interpreter:
         layout = tuple(BROADCAST if dim == 1 else axis for axis, dim in enumerate(inner.shape))
         return Meaning({(atom, layout): 1.0}, shape=inner.shape)
 
+    def _log(self, node: ir.Node) -> Meaning | None:
+        assert node.inputs[0] is not None
+        inner = self.of(node.inputs[0])
+        if inner.shape is None or inner.only_statistic() is None:
+            return None
+        atom = self._atoms.intern(("logarithm", inner.key), kind="logarithm", inner=inner)
+        layout = tuple(BROADCAST if dim == 1 else axis for axis, dim in enumerate(inner.shape))
+        return Meaning({(atom, layout): 1.0}, shape=inner.shape)
+
+    def _exp(self, node: ir.Node) -> Meaning | None:
+        """A power, spelled as the exponential of a multiple of a logarithm."""
+        assert node.inputs[0] is not None
+        m = self.of(node.inputs[0])
+        (atom, layout), power = next(iter(m.factors.items()), ((None, ()), 0.0))
+        if atom is None or atom.kind != "logarithm" or power != 1 or len(m.factors) != 1:
+            return None
+        assert atom.inner is not None
+        exponent = m.sign * float(np.prod([constant**power for constant, power in m.constants.items()]))
+        return atom.inner.laid_out(layout, m.shape).raised(exponent)
+
     def _neg(self, node: ir.Node) -> Meaning | None:
         assert node.inputs[0] is not None
         m = self.of(node.inputs[0])
@@ -151,44 +191,72 @@ class Interpreter:
     # -- the constant that keeps a norm away from zero
 
     def _add(self, node: ir.Node) -> Meaning | None:
-        return self._with_constant(node, self._shifted)
+        shifted = self._with_constant(node, self._shifted)
+        return mean_square_of_sum(self, node) if shifted is None and len(node.inputs) == 2 else shifted
 
     def _sub(self, node: ir.Node) -> Meaning | None:
         amount = self.constants.scalar(node.inputs[1])
         return None if amount is None or node.inputs[0] is None else self._shifted(self.of(node.inputs[0]), -amount)
 
     def _max(self, node: ir.Node) -> Meaning | None:
-        return self._with_constant(node, self._floored)
+        return self._with_constant(node, self.floored)
+
+    def _min(self, node: ir.Node) -> Meaning | None:
+        return self._with_constant(node, self._capped)
 
     def _clip(self, node: ir.Node) -> Meaning | None:
         low, high = (node.inputs[i] if len(node.inputs) > i else None for i in (1, 2))
-        amount, most = self.constants.scalar(low), self.constants.scalar(high)
+        least, most = self.constants.scalar(low), self.constants.scalar(high)
         assert node.inputs[0] is not None
-        if amount is None or (high is not None and (most is None or most < LARGEST_FLOAT)):
+        if (low is not None and least is None) or (high is not None and most is None):
             return None
-        return self._floored(self.of(node.inputs[0]), amount)
+        m: Meaning | None = self.of(node.inputs[0])
+        if most is not None and most < LARGEST_FLOAT:
+            m = m and self._capped(m, most)
+        return m if m is None or least is None else self.floored(m, least)
 
     def _with_constant(self, node: ir.Node, make: Callable[[Meaning, float], Meaning | None]) -> Meaning | None:
         if len(node.inputs) != 2:  # Max and Sum take any number
             return None
         for value, other in (node.inputs, node.inputs[::-1]):
-            amount = self.constants.scalar(other)
-            if amount is not None and value is not None:
-                return make(self.of(value), amount)
+            amount = self.amount(other)
+            if amount is not None and value is not None and other is not None:
+                made = make(self.of(value), amount)
+                shape = broadcast(self.of(value).shape, self.of(other).shape)
+                return made if made is None or shape is None else _with_shape(made.of_rank(len(shape)), shape)
         return None
+
+    def amount(self, value: ir.Value | None) -> float | None:
+        """The number that a value holds everywhere, be it a scalar or one that was spread over a shape."""
+        number = self.constants.scalar(value)
+        if number is not None or value is None:
+            return number
+        m = self._meanings.get(value)
+        if m is None or m.factors or not is_float_value(value):
+            return None
+        return m.sign * float(np.prod([constant**power for constant, power in m.constants.items()]))
 
     def _shifted(self, m: Meaning, amount: float) -> Meaning | None:
         return m if amount == 0 else self._guarded(m, amount, "shifted")
 
-    def _floored(self, m: Meaning, amount: float) -> Meaning | None:
+    def floored(self, m: Meaning, amount: float) -> Meaning | None:
+        """A power of a statistic, or ``amount`` where that is more."""
         statistic = m.only_statistic()
-        if statistic is None or statistic[2] <= 0:
+        if statistic is None or m.sign < 0:
             return None
-        if amount <= 0:
-            return m if m.sign > 0 else None
+        if amount <= 0 or _is_never_below(m, amount):
+            return m
+        if statistic[2] <= 0:
+            return None
         half = m.raised(0.5 / statistic[2])  # a floor commutes with a power: keep it under the root mean square
         floored = self._guarded(half, amount ** (0.5 / statistic[2]), "floored") if half is not None else None
         return None if floored is None else floored.raised(2 * statistic[2])
+
+    def _capped(self, m: Meaning, amount: float) -> Meaning | None:
+        """The inverse of a statistic, or ``amount`` where that is less: one over what has a floor."""
+        inverse = m.raised(-1) if amount > 0 else None
+        floored = inverse and self.floored(inverse, 1 / amount)
+        return floored and floored.raised(-1)
 
     def _guarded(self, m: Meaning, amount: float, kind: str) -> Meaning | None:
         statistic = m.only_statistic()
@@ -206,16 +274,22 @@ class Interpreter:
 
     # -- reductions
 
-    def _mean_square(
+    def mean_square(
         self, node: ir.Node, square: Meaning, axes: tuple[int, ...], squared: ir.Value | None
     ) -> tuple[Atom, Meaning] | None:
-        """The mean of ``square`` over ``axes``: its atom, and the factor and constants with axes kept."""
+        """The mean of ``square`` over ``axes``: its atom, and what it means with the axes kept.
+
+        ``squared`` is the value that was squared, where the graph has one.
+        """
         if square.shape is None or not square.factors or not axes:
             return None
         width = 1
         for axis in axes:
             dim = square.shape[axis]
             width = width * dim if isinstance(dim, int) and width else 0
+        idle = tuple(axis for axis in axes if square.shape[axis] == 1)
+        if idle and len(idle) < len(axes):  # a mean over one element: as if the axis were not there
+            return self._mean_beside(node, square, axes, idle, squared)
         root = _root(square)
         if root is None:
             return None
@@ -228,6 +302,18 @@ class Interpreter:
         shape = tuple(1 if axis in axes else dim for axis, dim in enumerate(square.shape))
         return atom, Meaning({(atom, layout): 1.0}, shape=shape)
 
+    def _mean_beside(
+        self, node: ir.Node, square: Meaning, axes: tuple[int, ...], idle: tuple[int, ...], squared: ir.Value | None
+    ) -> tuple[Atom, Meaning] | None:
+        """The mean of ``square`` over ``axes`` of which ``idle`` have one element."""
+        assert square.shape is not None
+        kept = [axis for axis in range(len(square.shape)) if axis not in idle]
+        found = self.mean_square(node, square.without(idle), tuple(kept.index(a) for a in axes if a in kept), squared)
+        if found is None:
+            return None
+        back = [kept.index(axis) if axis in kept else BROADCAST for axis in range(len(square.shape))]
+        return found[0], _arranged(found[1], back)
+
     def _reducible(self, value: ir.Value) -> Meaning:
         """The meaning of something that is to be reduced, whose shape must be known."""
         meaning = self.of(value)
@@ -235,19 +321,21 @@ class Interpreter:
         return meaning
 
     def _reduce(self, node: ir.Node, square: Meaning, squared: ir.Value | None, *, summed: bool) -> Meaning | None:
-        axes = self._reduced_axes(node, square.shape)
-        found = self._mean_square(node, square, axes, squared) if axes else None
+        axes = self.reduced_axes(node, square.shape)
+        found = self.mean_square(node, square, axes, squared) if axes else None
         if found is None or axes is None:
             return None
-        mean = self._sum_of(*found) if summed else found[1]
-        return mean if mean is None or attribute(node, "keepdims", 1) else _without(mean, axes)
+        mean = self.sum_of(*found) if summed else found[1]
+        return mean if mean is None or attribute(node, "keepdims", 1) else mean.without(axes)
 
-    def _sum_of(self, atom: Atom, mean: Meaning) -> Meaning | None:
+    def sum_of(self, atom: Atom, mean: Meaning) -> Meaning | None:
+        """The sum whose mean is ``mean``; None if its width is not known."""
         if atom.width is None:
             return None
         return mean.times(Meaning({}, {float(atom.width): 1.0} if atom.width != 1 else {}))
 
-    def _reduced_axes(self, node: ir.Node, shape: Shape | None) -> tuple[int, ...] | None:
+    def reduced_axes(self, node: ir.Node, shape: Shape | None) -> tuple[int, ...] | None:
+        """The axes that a reduction of something of ``shape`` goes over; None if they, or the shape, are not known."""
         if shape is None:
             return None
         axes = attribute(node, "axes")
@@ -280,8 +368,14 @@ class Interpreter:
         assert node.inputs[0] is not None
         square = self._reducible(node.inputs[0])
         axes = tuple(range(2, len(square.shape or ())))
-        found = self._mean_square(node, square, axes, self._squared(node.inputs[0]))
+        found = self.mean_square(node, square, axes, self._squared(node.inputs[0]))
         return found[1] if found else None
+
+    def _average_pool(self, node: ir.Node) -> Meaning | None:
+        """A pool whose kernel is all there is."""
+        assert node.inputs[0] is not None
+        shape = self._reducible(node.inputs[0]).shape
+        return self._global_average_pool(node) if shape is not None and is_whole_pool(node, shape) else None
 
     def _squared(self, value: ir.Value) -> ir.Value | None:
         """The value of which ``value`` is the square, before any widening cast."""
@@ -297,25 +391,6 @@ class Interpreter:
             return widest_source(inner.inputs[0] or a) if inner is not None and inner.op_type == "Abs" else source
         b = node.inputs[1] if node.op_type == "Mul" else None
         return widest_source(a) if b is not None and self.of(a).key == self.of(b).key else None
-
-    def _einsum(self, node: ir.Node) -> Meaning | None:
-        """``...d,...d->...`` in any letters: the sum of squares over the axes that the result lacks."""
-        if len(node.inputs) != 2 or node.inputs[0] is None or node.inputs[1] is None:
-            return None
-        equation = attribute(node, "equation").replace(" ", "")
-        match = re.fullmatch(r"((?:\.\.\.)?)(\w+),\1\2->\1(\w*)", equation)
-        a, b = self.of(node.inputs[0]), self.of(node.inputs[1])
-        if match is None or a.shape is None or a.key != b.key:
-            return None
-        letters, kept = match[2], match[3]
-        if kept != "".join(c for c in letters if c in kept) or len(set(letters)) != len(letters):
-            return None
-        first = len(a.shape) - len(letters)
-        axes = tuple(first + i for i, letter in enumerate(letters) if letter not in kept)
-        square = a.raised(2)
-        found = square and self._mean_square(node, square, axes, widest_source(node.inputs[0]))
-        total = found and self._sum_of(*found)
-        return total and _without(total, axes)
 
     def _matmul(self, node: ir.Node) -> Meaning | None:
         """A row times itself as a column: ``(..., 1, d) @ (..., d, 1)``."""
@@ -334,16 +409,16 @@ class Interpreter:
         column = b.laid_out([*lead, len(lead)], (*b.shape[:-2], b.shape[-2]))
         square = row.raised(2) if row.key == column.key else None
         carrier = next(iter(self.carriers.get(row.key, [])), None)
-        found = square and self._mean_square(node, square, (len(lead),), carrier and widest_source(carrier))
-        total = found and self._sum_of(*found)
+        found = square and self.mean_square(node, square, (len(lead),), carrier and widest_source(carrier))
+        total = found and self.sum_of(*found)
         return total and total.laid_out([*range(len(lead) + 1), BROADCAST], (*a.shape[:-2], 1, 1))
 
     def _column_sum(self, node: ir.Node, square: Meaning, weight: float) -> Meaning | None:
         """Squares times a column of equal constants: their sum times that constant."""
         assert node.inputs[0] is not None
         axes = (len(square.shape) - 1,) if square.shape else ()
-        found = self._mean_square(node, square, axes, self._squared(node.inputs[0]))
-        total = found and self._sum_of(*found)
+        found = self.mean_square(node, square, axes, self._squared(node.inputs[0]))
+        total = found and self.sum_of(*found)
         return total and total.times(Meaning({}, {weight: 1.0} if weight != 1 else {}))
 
     # -- ops that are norms
@@ -377,10 +452,10 @@ class Interpreter:
     ) -> Meaning | None:
         m = self.of(x)
         square = m.raised(2)
-        found = square and self._mean_square(node, square, axes, widest_source(x))
+        found = square and self.mean_square(node, square, axes, widest_source(x))
         if not found:
             return None
-        mean = self._sum_of(*found) if length else found[1]
+        mean = self.sum_of(*found) if length else found[1]
         guarded = mean and self._shifted(mean, epsilon)
         inverse = guarded and guarded.raised(-0.5)
         return inverse and m.times(inverse)
@@ -429,24 +504,17 @@ class Interpreter:
         return self.of(node.inputs[0]), attribute(node, "axes")
 
     def _reshape(self, node: ir.Node) -> Meaning | None:
-        """A reshape that only adds or drops axes of size one."""
+        """A reshape that only adds or drops axes of size one, or a view of rows."""
         assert node.inputs[0] is not None
         m, target = self.of(node.inputs[0]), shape_of(node.outputs[0])
         if target is None:
             sizes = self.constants.integers(node.inputs[1])
             target = tuple(sizes) if sizes is not None and all(size > 0 for size in sizes) else None
+            self.lacks_shapes |= target is None and bool(m.statistics)
         if m.shape is None or target is None:
             return None
-        axes: list[int] = []
-        old = [axis for axis, dim in enumerate(m.shape) if dim != 1]
-        for dim in target:
-            if dim == 1:
-                axes.append(BROADCAST)
-            elif old and dim is not None and m.shape[old[0]] == dim:
-                axes.append(old.pop(0))
-            else:
-                return None
-        return None if old else _arranged(m, axes)
+        axes = _ones_moved(m.shape, target)
+        return view(self, node, m, target) if axes is None else _arranged(m, axes)
 
     def _expand(self, node: ir.Node) -> Meaning | None:
         assert node.inputs[0] is not None
@@ -486,6 +554,14 @@ def _best_known(declared: Shape | None, computed: Shape | None) -> Shape | None:
     return tuple(b if a is None else a for a, b in zip(declared, computed, strict=True))
 
 
+def _is_never_below(m: Meaning, amount: float) -> bool:
+    """Whether a statistic that a positive constant was added to can't be less than ``amount``."""
+    atom, _, power = m.only_statistic() or (None, (), 0.0)
+    return (
+        atom is not None and atom.kind == "shifted" and power > 0 and not m.constants and amount <= atom.amount**power
+    )
+
+
 def _root(square: Meaning) -> Meaning | None:
     """The root of a square, sign and absolute value aside: ``mean(x**2)`` has the root x."""
     powers = [power for (atom, _), power in square.factors.items() if atom.statistic is None]
@@ -495,9 +571,18 @@ def _root(square: Meaning) -> Meaning | None:
     return Meaning(factors, {c: p / 2 for c, p in square.constants.items()}, 1, square.shape)
 
 
-def _without(meaning: Meaning, axes: tuple[int, ...]) -> Meaning:
-    assert meaning.shape is not None
-    return _arranged(meaning, [axis for axis in range(len(meaning.shape)) if axis not in axes])
+def _ones_moved(shape: Shape, target: Shape) -> list[int] | None:
+    """Which axis of ``shape`` each of ``target`` is, BROADCAST for a new one; None if more than ones were moved."""
+    axes: list[int] = []
+    old = [axis for axis, dim in enumerate(shape) if dim != 1]
+    for dim in target:
+        if dim == 1:
+            axes.append(BROADCAST)
+        elif old and dim is not None and shape[old[0]] == dim:
+            axes.append(old.pop(0))
+        else:
+            return None
+    return None if old else axes
 
 
 def _arranged(meaning: Meaning, axes: list[int]) -> Meaning:
@@ -526,13 +611,18 @@ _METHODS: dict[str, Callable[[Interpreter, ir.Node], Meaning | None]] = {
     "Sum": Interpreter._add,
     "Sub": Interpreter._sub,
     "Max": Interpreter._max,
+    "Min": Interpreter._min,
+    "Where": guarded,
+    "Log": Interpreter._log,
+    "Exp": Interpreter._exp,
     "Clip": Interpreter._clip,
     "ReduceMean": Interpreter._reduce_mean,
     "ReduceSum": Interpreter._reduce_sum,
     "ReduceSumSquare": Interpreter._reduce_sum_square,
     "ReduceL2": Interpreter._reduce_l2,
     "GlobalAveragePool": Interpreter._global_average_pool,
-    "Einsum": Interpreter._einsum,
+    "AveragePool": Interpreter._average_pool,
+    "Einsum": einsum,
     "MatMul": Interpreter._matmul,
     "LpNormalization": Interpreter._lp_normalization,
     "RMSNormalization": Interpreter._rms_normalization,

@@ -7,7 +7,8 @@ meanings. What starts a new atom:
 * ``Opaque``: any other value;
 * ``MeanSquare``: the mean over some axes of the square of a meaning (its *root*);
 * ``Shifted``: a power of a statistic plus a constant (an epsilon);
-* ``Floored``: a power of a statistic, not less than a constant (a clamp).
+* ``Floored``: a power of a statistic, not less than a constant (a clamp);
+* ``Absolute`` and ``Logarithm`` of a meaning, which end where it is squared or exponentiated.
 
 Atoms are interned, so two spellings of the same computation give equal meanings. Sums, roots of sums, einsum, norms,
 and the standard's own normalization ops all end in the same few atoms, and an RMSNorm is recognised by division:
@@ -27,7 +28,7 @@ import onnx_ir as ir
 Layout = tuple[int, ...]
 Dim = int | str | None
 Shape = tuple[Dim, ...]
-Kind = Literal["opaque", "mean", "shifted", "floored", "absolute"]
+Kind = Literal["opaque", "mean", "shifted", "floored", "absolute", "logarithm"]
 
 BROADCAST = -1  # in a layout: this axis of the value is not an axis of the atom
 MAX_FACTORS = 12  # a longer product is not a norm, and would make deep multiplicative graphs quadratic
@@ -40,7 +41,7 @@ class Atom:
     number: int
     kind: Kind
     value: ir.Value | None = None  # opaque: where it is; mean: the value that was squared
-    inner: Meaning | None = None  # mean: the root; absolute: what is inside
+    inner: Meaning | None = None  # mean: the root; absolute, logarithm: what is inside; opaque: what it is a view of
     base: Atom | None = None  # shifted, floored: the statistic
     power: float = 1.0  # shifted, floored: its power before the constant comes in
     amount: float = 0.0  # shifted: added; floored: the least value
@@ -59,7 +60,7 @@ class Atom:
     @property
     def non_negative(self) -> bool:
         """Whether no element can be negative."""
-        return self.kind != "opaque"
+        return self.kind not in ("opaque", "logarithm")
 
 
 Factor = tuple[Atom, Layout]
@@ -126,6 +127,13 @@ class Meaning:
         for (atom, layout), power in self.factors.items():
             _add(factors, (atom, tuple(BROADCAST if a == BROADCAST else layout[a] for a in chosen)), power)
         return Meaning(factors, self.constants, self.sign, shape)
+
+    def without(self, axes: Iterable[int]) -> Meaning:
+        """The same numbers without some axes of size one; the shape must be known."""
+        assert self.shape is not None
+        gone = set(axes)
+        kept = [axis for axis in range(len(self.shape)) if axis not in gone]
+        return self.laid_out(kept, tuple(self.shape[axis] for axis in kept))
 
     def of_rank(self, rank: int) -> Meaning:
         """Broadcast to a higher rank: new axes come first."""
