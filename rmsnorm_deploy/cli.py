@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rmsnorm_deploy import __version__
 from rmsnorm_deploy.errors import (
@@ -30,12 +30,16 @@ from rmsnorm_deploy.errors import (
     InputError,
 )
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 STATUSES = {
     EXIT_OK: "all right",
     EXIT_INPUT: "bad input or usage",
     EXIT_FAULT: "a fault of this program; --debug shows where",
     EXIT_INTERRUPTED: "interrupted",
 }
+_UNBROKEN = 10_000
 PARITY_FAILED = {EXIT_PARITY: "parity failed"}
 BACKEND_ABSENT = {EXIT_BACKEND: "a backend asked for by name is not there"}
 
@@ -83,6 +87,14 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def console() -> Console:
+    """Standard output as wide as the terminal; in a pipe or a file no line is broken, unless COLUMNS says how wide."""
+    from rich.console import Console
+
+    plain = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(highlight=False, width=_UNBROKEN if plain else None)
 
 
 def run_command(argv: Sequence[str] | None, command: Callable[[list[str]], int]) -> int:
@@ -135,6 +147,7 @@ def quiet(debug: bool) -> None:
     """Silence what other packages say about themselves; warnings about the user's model stay."""
     if debug:
         return
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when a recipe or a pickle imports it
     logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)
     logging.getLogger("torch.export").setLevel(logging.ERROR)
     for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +20,8 @@ import pytest
 import torch
 from torch import nn
 
+import rmsnorm_deploy
+from rmsnorm_deploy.cli import run_command
 from rmsnorm_deploy.errors import BackendUnavailable, ParityError
 from rmsnorm_deploy.export import cli, pipeline
 
@@ -290,3 +295,88 @@ def test_the_command_itself_ends_with_the_right_status(tmp_path: Path) -> None:
     assert shown.returncode == 0
     assert all(option in shown.stdout for option in ("--recipe", "--allow-class", "--targets", "exit status"))
     assert command("--version", cwd=tmp_path).stdout.startswith("rmsnorm_deploy ")
+
+
+# ---- what all commands share
+
+COMMANDS = {
+    "": "__main__", "export": "export.cli", "inspect": "inspect.cli", "verify": "verify", "parity": "parity.__main__",
+    "benchmark": "benchmark.__main__", "benchmark fusion": "benchmark.fusion", "benchmark kernels": "benchmark.kernels",
+    "benchmark overhead": "benchmark.overhead", "benchmark tokens": "benchmark.tokens", "engine": "engine.cli",
+    "engine.triton": "engine.triton", "native": "native", "doctor": "doctor",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_one_line_for_an_error_one_help_and_one_version(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = importlib.import_module(f"rmsnorm_deploy.{COMMANDS[name]}").main
+    prog = f"python -m rmsnorm_deploy{'.' if name else ''}{name}"
+    assert main(["--no-such-option"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(rf"error: .*; see {re.escape(prog)} --help\n", err)
+    assert main(["--no-such-option", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+    for option, says in (("--version", rmsnorm_deploy.__version__), ("--help", "")):
+        with pytest.raises(SystemExit) as ended:
+            main([option])
+        assert ended.value.code == 0
+        shown = capsys.readouterr().out
+        assert says in shown
+    assert shown.startswith(f"usage: {prog}")
+    assert re.search(
+        r"exit status:\n +0  .*\n(.*\n)* +2  bad input or usage\n(.*\n)* +70  .*\n +130  interrupted", shown
+    )
+    assert shown.index("as in every command:") < shown.index("exit status:")
+
+
+def test_the_package_itself_runs_the_command_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    from rmsnorm_deploy.__main__ import main
+
+    assert main(["verify", "nowhere"]) == 2
+    assert capsys.readouterr().err == "error: nowhere is not a bundle: it has no manifest.json\n"
+    assert main(["exprot"]) == 2
+    assert "exprot: no such command; there is export, inspect" in capsys.readouterr().err
+    assert main([]) == 0
+    assert "python -m rmsnorm_deploy.doctor" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "says"),
+    [
+        (PermissionError(13, "Permission denied", "/x/model.pt"), 2, "error: /x/model.pt: Permission denied"),
+        (OSError(28, "No space left on device"), 2, "error: No space left on device"),
+        (KeyboardInterrupt(), 130, "error: interrupted"),
+        (ZeroDivisionError("a\nb"), 70, "error: internal fault, ZeroDivisionError: a b; run again with --debug"),
+    ],
+)
+def test_what_the_system_says_is_one_line_with_its_file(
+    capsys: pytest.CaptureFixture[str], error: BaseException, status: int, says: str
+) -> None:
+    def fail(argv: list[str]) -> int:
+        raise error
+
+    assert run_command([], fail) == status
+    err = capsys.readouterr().err
+    assert err.startswith(says)
+    assert err.count("\n") == 1
+
+
+def test_a_terminated_command_cleans_up_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    cleaned = []
+
+    def wait(argv: list[str]) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            cleaned.append(True)
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_command([], wait) == 143
+    assert cleaned
+    assert capsys.readouterr().err == "error: terminated\n"
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -89,3 +89,12 @@ def test_json_is_one_object_on_standard_output():
     assert {"backends", "versions"} == set(report)
     assert report["versions"]["torch"] == torch.__version__
     assert {"name", "available", "version", "detail", "install", "builds"} == set(report["backends"][0])
+
+
+def test_a_path_is_never_broken_and_words_are_kept_within_the_width():
+    path = "/a/long/path-with-hyphens/" + "x" * 90 + "/librmsnorm_deploy.so"
+    status = BackendStatus("native cpu", True, "1.0", f"built 2026-01-01 with a compiler of some kind, {path}")
+    lines = [line.plain for line in doctor.backend_lines([status], 80)]
+    assert [line for line in lines if path in line]
+    assert all(len(line) <= 80 for line in lines if path not in line)
+    assert [line.plain for line in doctor.backend_lines([status], None)][1].strip() == status.detail

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import onnx
@@ -11,7 +14,10 @@ import torch
 from torch import nn
 
 import rmsnorm_deploy
-from rmsnorm_deploy.inspect import cli, inspect_model
+from rmsnorm_deploy.cli import console
+from rmsnorm_deploy.fusion.records import LeftRecord
+from rmsnorm_deploy.inspect import Inspection, cli, inspect_model
+from rmsnorm_deploy.inspect.tables import print_inspection
 from rmsnorm_deploy.zoo import Result
 
 ROOT = Path(__file__).parent.parent
@@ -73,6 +79,39 @@ def test_a_bundle_its_reference_and_its_model_tell_of_the_same_norms(bundle: Pat
     assert names["bundle"] == names["file"] == names["before"] == ["norm"]
 
 
+def test_a_bundle_is_told_from_its_model_and_what_the_manifest_claims_otherwise_is_said(
+    bundle: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(bundle, tmp_path / "b")
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    manifest["norms"][0]["epsilon"] = 1e-5
+    manifest["left"].clear()
+    (tmp_path / "b" / "manifest.json").write_text(json.dumps(manifest))
+    found, file = inspect_model(tmp_path / "b"), inspect_model(bundle / "model.onnx")
+    assert [norm.epsilon for norm in found.norms] == [1e-8]
+    assert (found.norms, found.left) == (file.norms, file.left)
+    claim, look_alike = found.notes[-2:]
+    assert "model.onnx has the look-alike" in claim
+    assert look_alike == "the manifest says that the epsilon of 'norm' is 1e-05, and model.onnx that it is 1e-08"
+    assert inspect_model(bundle).norms[0].proof  # which only the manifest has
+
+
+def test_a_piped_table_keeps_every_row_on_its_line(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    long = [f"{i}" * 60 for i in range(4)]
+    found = Inspection(long[0], "onnx", [], [LeftRecord(long[1], long[1], " ".join(long[2:]))])
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    print_inspection(found, console())
+    assert any(long[1] in line and " ".join(long[2:]) in line for line in out.getvalue().splitlines())
+
+
+def test_options_that_a_bundle_has_no_use_for_are_refused(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, bundle, "--precision", "fp16")
+    assert (status, out) == (2, "")
+    assert err == f"error: {bundle}: a bundle is looked at as it was exported: drop --precision\n"
+
+
 def test_nothing_is_written(bundle: Path) -> None:
     def state() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in bundle.rglob("*")}
@@ -112,6 +151,7 @@ def test_a_dtype_is_asked_for_and_told(capsys: pytest.CaptureFixture[str]) -> No
         (["--zoo", "--family", "GPT-9"], "not in the zoo"),
         (["--zoo", "--dtype", "fp8"], "not in the zoo"),
         (["--wrong"], "inspect --help"),
+        ([BLOCK, "--opset", "17"], "--opset 17: PyTorch"),
     ],
 )
 def test_a_wrong_call_is_one_line_and_status_2(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rmsnorm_deploy.cli import BACKEND_ABSENT, PARITY_FAILED, Parser, one_line, run_command
+from rmsnorm_deploy.cli import BACKEND_ABSENT, PARITY_FAILED, Parser, console, one_line, run_command
 from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, BackendUnavailable, InputError
 from rmsnorm_deploy.export.progress import Progress
 from rmsnorm_deploy.place import check_place
@@ -167,11 +167,9 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _print_summary(bundle: Any, result: dict[str, Any]) -> None:
-    from rich.console import Console
-
     from rmsnorm_deploy import report
 
-    report.print_summary(bundle, result["parity"], result["benchmark"], Console())
+    report.print_summary(bundle, result["parity"], result["benchmark"], console())
 
 
 def _targets(text: str) -> tuple[str, ...]:

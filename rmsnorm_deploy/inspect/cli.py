@@ -8,16 +8,27 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rmsnorm_deploy.cli import Parser, run_command
+from rmsnorm_deploy.cli import Parser, console, run_command
 from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, InputError
 from rmsnorm_deploy.export.cli import PRECISIONS, add_source_options
 from rmsnorm_deploy.export.progress import Progress
+from rmsnorm_deploy.place import MANIFEST
 
 _DESCRIPTION = """\
 Print every RMSNorm of a model (its name and place in the source, variant, axes, eps, scale, whether the residual add in
 front is taken along, and the proof) and every look-alike with the reason it was left. Nothing is written.
 
 MODEL is a bundle, an ONNX file, or anything python -m rmsnorm_deploy.export takes: that is traced in memory."""
+_SOURCE_OPTIONS = {
+    "recipe": "--recipe",
+    "imports": "--import",
+    "allow_classes": "--allow-class",
+    "state_key": "--state-key",
+    "inputs": "--input",
+    "dims": "--dim",
+    "precision": "--precision",
+    "opset": "--opset",
+}
 _EXAMPLES = (
     "python -m rmsnorm_deploy.inspect model.onnx",
     "python -m rmsnorm_deploy.inspect block.pt --recipe export/transformer_block.py --precision fp16",
@@ -52,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("model", metavar="MODEL", type=Path, nargs="?", help="what to look at")
     add_source_options(made)
     made.add_argument("--precision", choices=PRECISIONS, default="keep", help="dtype of weights and activations")
-    made.add_argument("--opset", type=int, default=18, help="ONNX opset to trace to (default 18)")
+    made.add_argument("--opset", type=int, help="ONNX opset to trace to (default 18)")
     zoo = made.add_argument_group("the zoo: models of many families, exported and judged")
     zoo.add_argument("--zoo", action="store_true", help="run the zoo (minutes)")
     zoo.add_argument("--family", action="append", default=[], help="this family only; may be repeated")
@@ -69,11 +80,12 @@ def _inspect(options: argparse.Namespace) -> int:
 def _model(options: argparse.Namespace) -> int:
     from rmsnorm_deploy.inspect.explain import inspect_model
 
+    opset = _checked_opset(options)
     progress = Progress(quiet=options.json)
     found = inspect_model(
         options.model,
         precision=options.precision,
-        opset=options.opset,
+        opset=opset,
         progress=progress,
         recipe=options.recipe,
         imports=options.imports,
@@ -85,17 +97,30 @@ def _model(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found.to_json(), indent=1))
         return EXIT_OK
-    from rich.console import Console
-
     from rmsnorm_deploy.inspect.tables import print_inspection
 
     progress.notes(found.notes)
-    print_inspection(found, Console())
+    print_inspection(found, console())
     return EXIT_OK
 
 
+def _checked_opset(options: argparse.Namespace) -> int:
+    """The opset to trace to; InputError for options that the kind of MODEL has no use for."""
+    if (options.model / MANIFEST).is_file():
+        given = [name for name in _SOURCE_OPTIONS if getattr(options, name) not in (None, [], "keep")]
+        if given:
+            option = _SOURCE_OPTIONS[given[0]]
+            raise InputError(f"{options.model}: a bundle is looked at as it was exported: drop {option}")
+        return 0
+    from rmsnorm_deploy.export.builtin import check_opset, check_precision
+    from rmsnorm_deploy.load.sniff import identify
+
+    kind = identify(options.model)
+    check_precision(kind, options.precision)
+    return check_opset(kind, options.opset)
+
+
 def _zoo(options: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich.text import Text
 
     from rmsnorm_deploy.inspect.tables import zoo_markdown, zoo_notes, zoo_table
@@ -108,8 +133,8 @@ def _zoo(options: argparse.Namespace) -> int:
     elif options.markdown:
         print(zoo_markdown(results), end="")
     else:
-        console = Console()
-        console.print(zoo_table(results))
+        out = console()
+        out.print(zoo_table(results))
         for note in zoo_notes(results):
-            console.print(Text(f"- {note}"))
+            out.print(Text(f"- {note}"))
     return EXIT_OK if all(result.ok for result in results) else EXIT_PARITY

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rmsnorm_deploy.bundle import MANIFEST, open_bundle
+from rmsnorm_deploy.bundle import MANIFEST, Bundle, open_bundle
 from rmsnorm_deploy.fusion.records import LeftRecord, NormRecord
+from rmsnorm_deploy.inspect.agree import agree, differences, norms_of_file
 
 if TYPE_CHECKING:
     from rmsnorm_deploy.load import Source
@@ -54,8 +55,8 @@ def inspect_model(
 ) -> Inspection:
     """The norms of whatever is at ``path``: a bundle, or anything the export takes.
 
-    A bundle's are those it was exported with. Every other model is traced and fused in memory. ``precision`` and
-    ``opset`` are as for the export, ``source_options`` those of `rmsnorm_deploy.load.load_source`.
+    A bundle's are those of its model.onnx, see `inspect_bundle`. Every other model is traced and fused in memory.
+    ``precision`` and ``opset`` are as for the export, ``source_options`` those of `rmsnorm_deploy.load.load_source`.
 
     Raises:
         InputError: the file can't be used, or PyTorch can't trace the model.
@@ -63,13 +64,33 @@ def inspect_model(
     progress = progress or (lambda stage: nullcontext())
     path = Path(path)
     if (path / MANIFEST).is_file():
-        bundle = open_bundle(path)
-        return Inspection(str(path), "bundle", bundle.norms, bundle.left, list(bundle.manifest.get("notes", [])))
+        return inspect_bundle(open_bundle(path))
     from rmsnorm_deploy.load import load_source
 
     with progress("load"):
         source = load_source(path, **source_options)
     return inspect_source(source, precision=precision, opset=opset, progress=progress)
+
+
+def inspect_bundle(bundle: Bundle) -> Inspection:
+    """The norms that a bundle's model.onnx has, told as its manifest tells them, which knows their origin and proof.
+
+    Where the two differ it is the file that is shown, and a note says what the manifest claims.
+
+    Raises:
+        InputError: model.onnx can't be read.
+    """
+    norms, left = norms_of_file(bundle.model_path)
+    notes = [*bundle.manifest.get("notes", []), *differences(bundle.norms, bundle.left, norms, left)]
+    told = {norm.node: norm for norm in bundle.norms}
+    reasons = {item.node: item for item in bundle.left}
+    return Inspection(
+        str(bundle.path),
+        "bundle",
+        [told[norm.node] if agree(told.get(norm.node), norm) else norm for norm in norms],
+        [reasons.get(item.node, item) for item in left],
+        notes,
+    )
 
 
 def inspect_source(
