@@ -315,3 +315,30 @@ def test_a_name_of_a_subgraph_is_given_twice() -> None:
     then = _branch("then_branch", "ones_12 = Neg(x) y1 = Abs(ones_12)", "y1")
     other = _branch("else_branch", ROOT + "y2 = Div(x, rt)", "y2")
     check(graph(f"y = If(c) <{then}, {other}>", inputs="float[N, S, 12] x, bool c"), 1)
+
+
+# -- weights that are computed
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "v = Concat<axis = 0>(half1, half2)",
+        "v = Where(mask, w, one)",
+        "k = Constant<value_ints = [12]>() v = ConstantOfShape<value = float[1] {1.5}>(k)",
+        "k = Constant<value_ints = [12]>() i = Constant<value_ints = [3]>() e = Gather(w, i) v = Expand(e, k)",
+        "i = Constant<value_int = 3>() v = Gather(w, i)",
+    ],
+)
+def test_a_weight_without_a_declared_type_is_not_understood(made: str) -> None:
+    body = NORM.replace("y = Mul(n, w)", f"{made} y = Mul(n, v)")
+    more = "float[5] half1, float[7] half2, bool[12] mask = {1, 0, 0, 1, 1, 0, 1, 0, 1, 1, 0, 1}"
+    model = graph(body, more=more)
+    result = check(model, 1)
+    assert len(result.norms) == 1
+    assert op_types(fused(model)[0])[-1] == "RMSNorm"
+
+
+def test_a_cast_to_the_same_type_ends_a_norm_before_its_weight() -> None:
+    proto, _ = fused(graph(NORM.replace("y = Mul(n, w)", "c = CastLike(n, x) y = Mul(c, w)")))
+    assert op_types(proto) == ["RMSNorm"]

@@ -12,6 +12,7 @@ import torch
 
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.export.naming import vocabularies
+from rmsnorm_deploy.export.onnx_reader import read_onnx
 from rmsnorm_deploy.export.quiet import reason, silence
 from rmsnorm_deploy.export.torchscript_ops import register_rms_norm
 from rmsnorm_deploy.export.traced import Traced
@@ -25,10 +26,7 @@ def from_onnx(path: Path | ir.Model, source: Source) -> Traced:
     Raises:
         InputError: it can't be read.
     """
-    try:
-        model = path if isinstance(path, ir.Model) else ir.load(path)
-    except Exception as error:  # protobuf, onnx and the file system each have their own
-        raise InputError(f"{path} can't be read as ONNX: {reason(error)}") from error
+    model = path if isinstance(path, ir.Model) else read_onnx(path)
     if model.ir_version < 4:
         # before IR 4 every initializer had to be listed as an input too
         kept = [v for v in model.graph.inputs if not v.is_initializer()]

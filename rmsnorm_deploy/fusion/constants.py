@@ -21,6 +21,7 @@ class Constants:
     def __init__(self) -> None:
         self._lifted: dict[ir.Value, Array | None] = {}
         self._is_constant: dict[ir.Value, bool] = {}
+        self._picked: set[ir.Value] = set()  # numbers that come out of a weight: a proof puts others in their place
 
     def lifted(self, value: ir.Value | None) -> Array | None:
         """A small constant with floats as float64, unrounded by casts on its way; None if it is no small constant.
@@ -34,9 +35,9 @@ class Constants:
         return self._lifted[value]
 
     def scalar(self, value: ir.Value | None) -> float | None:
-        """The one element of a lifted floating-point or integer constant of size one."""
+        """The one element of a lifted floating-point or integer constant of size one; no element of a weight."""
         array = self.lifted(value)
-        if array is None or array.size != 1:
+        if array is None or array.size != 1 or value in self._picked:
             return None
         number = array.reshape(-1)[0]
         return None if not is_float(array) and number == UNKNOWN else float(number)
@@ -80,6 +81,8 @@ class Constants:
             return None
         if value is not node.outputs[0]:
             return None
+        if any(i in self._picked or _is_row(array) for i, array in zip(node.inputs, inputs, strict=True)):
+            self._picked.add(value)
         try:
             result = evaluate(node, inputs, lifted=True)
         except (CannotEvaluateError, ValueError, IndexError, TypeError):
@@ -122,6 +125,10 @@ class Constants:
 def is_fixed(value: ir.Value) -> bool:
     """Whether a value is an initializer that no caller can replace: one that is an input too has but a default."""
     return value.is_initializer() and value.const_value is not None and not value.is_graph_input()
+
+
+def _is_row(array: Array | None) -> bool:
+    return array is not None and is_float(array) and array.size > 1
 
 
 def _is_number(dtype: ir.DataType) -> bool:

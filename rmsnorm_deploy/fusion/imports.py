@@ -75,6 +75,8 @@ def _resolve_cast(node: ir.Node) -> None:
     to = ir.DataType(node.attributes["to"].as_int())
     if source is not None and source.dtype == to and not output.is_graph_output():
         ir.convenience.replace_all_uses_with(output, source)
+        assert node.graph is not None
+        node.graph.remove(node, safe=True)  # a dead reader would end a norm before its weight
 
 
 def _split_contrib_norm(node: ir.Node) -> None:

@@ -10,14 +10,13 @@ import numpy as np
 import onnx_ir as ir
 
 from rmsnorm_deploy.fusion.constants import Constants
-from rmsnorm_deploy.fusion.evaluate import Array, CannotEvaluateError, attribute, numpy_dtype
+from rmsnorm_deploy.fusion.evaluate import Array, CannotEvaluateError, attribute, is_float, numpy_dtype
 from rmsnorm_deploy.fusion.meaning import BROADCAST, Shape
 from rmsnorm_deploy.fusion.prove import Plan, spread
 from rmsnorm_deploy.fusion.recognise import Candidate
 from rmsnorm_deploy.fusion.values import dtype_of, shape_of
 from rmsnorm_deploy.opset import (
     DOMAIN,
-    FLOAT_TYPES,
     VARIANT_BY_NAME,
     VERSION,
     Signature,
@@ -205,7 +204,9 @@ def _take_place(old: ir.Value, new: ir.Value) -> None:
     new.shape = old.shape if old.shape is not None else new.shape
     new.metadata_props.update(old.metadata_props)
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-    old.name, new.name = None, old.name
+    node = old.producer()
+    lives_on = node is not None and len(node.outputs) > 1  # for another output
+    old.name, new.name = f"{old.name}_replaced" if lives_on else None, old.name
 
 
 def take_residual_adds(model: ir.Model) -> None:
@@ -294,6 +295,6 @@ def can_fold(candidate: Candidate, constants: Constants) -> bool:
     """Whether every constant of a candidate can be worked out here."""
     values = [factor.value for factor in candidate.factors] + ([candidate.bias] if candidate.bias else [])
     try:
-        return all(dtype_of(value) in FLOAT_TYPES and constants.typed(value) is not None for value in values)
+        return all(is_float(constants.typed(value)) for value in values)
     except CannotEvaluateError:
         return False

@@ -1,0 +1,151 @@
+"""ONNX files of any origin are read for what they compute, whatever they claim about it or how they store it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from rmsnorm_deploy import export_model
+from rmsnorm_deploy.export.onnx_reader import read_onnx
+
+D = 8
+X = np.random.default_rng(1).normal(size=(2, 3, D)).astype(np.float32)
+W = np.where(np.arange(D) % 3 == 0, 0, np.linspace(0.5, 1.5, D)).astype(np.float32)
+
+
+def _model(**graph_parts: Any) -> onnx.ModelProto:
+    """``Relu`` and a norm of it; the weight ``w`` is left to the caller."""
+    nodes = [
+        helper.make_node("Relu", ["x0"], ["x"]),
+        helper.make_node("Mul", ["x", "x"], ["sq"]),
+        helper.make_node("ReduceMean", ["sq", "last"], ["ms"]),
+        helper.make_node("Add", ["ms", "eps"], ["me"]),
+        helper.make_node("Sqrt", ["me"], ["rt"]),
+        helper.make_node("Div", ["x", "rt"], ["nx"]),
+        helper.make_node("Mul", ["nx", "w"], ["y"]),
+    ]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", "S", D]) for name in ("x0", "y")]
+    constants = [
+        numpy_helper.from_array(np.float32(1e-5).reshape(()), "eps"),
+        numpy_helper.from_array(np.array([-1]), "last"),
+        *graph_parts.pop("weights", ()),
+    ]
+    graph = helper.make_graph(
+        [*graph_parts.pop("before", ()), *nodes], "g", ends[:1], ends[1:], constants, **graph_parts
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+
+
+def _truth(weight: np.ndarray[Any, Any] = W) -> np.ndarray[Any, Any]:
+    x = np.maximum(X.astype(np.float64), 0)
+    return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight)
+
+
+def _check(source: onnx.ModelProto | Path, out: Path, expected: np.ndarray[Any, Any]) -> None:
+    bundle = export_model(source, out_dir=out)
+    assert len(bundle.norms) == 1
+    for name in ("model.onnx", "reference.onnx"):
+        session = onnxruntime.InferenceSession(str(out / name), providers=["CPUExecutionProvider"])
+        np.testing.assert_allclose(session.run(None, {"x0": X})[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def _info(name: str, shape: list[Any] | None) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+
+
+LIES = {
+    "another batch": _info("x", [7, 3, D]),
+    "another width": _info("x", [2, 3, 4]),
+    "another rank": _info("x", [2, 3]),
+    "a statistic without its axis": _info("ms", [2, 3]),
+    "a statistic as wide as the row": _info("ms", [2, 3, D]),
+    "a scalar": _info("ms", []),
+    "one name for two sizes": _info("x", ["N", "N", D]),
+    "no shape": _info("x", None),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_wrong_claim_about_an_inner_value_is_believed(lie: str, tmp_path: Path) -> None:
+    weight = numpy_helper.from_array(W, "w")
+    _check(_model(weights=[weight], value_info=[LIES[lie]]), tmp_path / "b", _truth())
+
+
+def test_a_claim_is_lost_where_nothing_can_be_inferred() -> None:
+    model = _model(
+        weights=[numpy_helper.from_array(W, "w")], value_info=[_info("g", [2, 3, D])], before=[
+            helper.make_node("Gelu", ["x0"], ["g"], domain="com.microsoft"),
+            helper.make_node("Tanh", ["g"], ["t"]),
+        ],
+    )  # fmt: skip
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    values = {value.name: value for node in read_onnx(model).graph for value in node.outputs}
+    assert list(values["g"].shape or ()) == [2, 3, D]
+    assert list(values["t"].shape or ()) == [2, 3, D]
+
+
+@pytest.mark.parametrize("place", ["initializer", "constant", "coordinates"])
+def test_a_sparse_weight_is_lost(place: str, tmp_path: Path) -> None:
+    indices = np.nonzero(W)[0]
+    if place == "coordinates":
+        indices = indices[:, None]
+    values = numpy_helper.from_array(W[W != 0], "w")
+    sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(indices, "w_indices"), [D])
+    if place == "constant":
+        model = _model(before=[helper.make_node("Constant", [], ["w"], sparse_value=sparse)])
+    else:
+        model = _model(sparse_initializer=[sparse])
+    before = model.SerializeToString()
+    _check(model, tmp_path / "b", _truth())
+    assert model.SerializeToString() == before
+
+
+def test_the_long_name_of_the_standard_domain_is_taken_for_another(tmp_path: Path) -> None:
+    model = _model(weights=[numpy_helper.from_array(W, "w")])
+    model.opset_import[0].domain = "ai.onnx"
+    for node in model.graph.node:
+        node.domain = "ai.onnx"
+    _check(model, tmp_path / "b", _truth())
+
+
+def test_a_constant_node_with_its_tensor_in_another_file(tmp_path: Path) -> None:
+    wide = np.random.default_rng(2).normal(size=(512, D)).astype(np.float32)
+    model = _model(weights=[numpy_helper.from_array(W, "w")], before=[
+        helper.make_node("Constant", [], ["big"], value=numpy_helper.from_array(wide)),
+    ])  # fmt: skip
+    model.graph.node.append(helper.make_node("Gemm", ["flat", "big"], ["z"], transB=1))
+    model.graph.node.insert(8, helper.make_node("Reshape", ["y", "rows"], ["flat"]))
+    model.graph.initializer.append(numpy_helper.from_array(np.array([-1, D]), "rows"))
+    model.graph.output[0].CopyFrom(helper.make_tensor_value_info("z", TensorProto.FLOAT, ["R", 512]))
+    path = tmp_path / "m.onnx"
+    onnx.save(model, path, save_as_external_data=True, size_threshold=0, convert_attribute=True)
+    _check(path, tmp_path / "b", (_truth() @ wide.T.astype(np.float64)).reshape(-1, 512))
+
+
+def test_a_default_among_the_inputs_must_be_fed(tmp_path: Path) -> None:
+    model = _model(weights=[numpy_helper.from_array(W, "w")])
+    model.graph.input.append(_info("w", [D]))
+    bundle = export_model(model, out_dir=tmp_path / "b")
+    np.testing.assert_allclose(bundle.session("onnxruntime").run({"x0": X})["y"], _truth(), rtol=1e-5, atol=1e-6)
+    session = onnxruntime.InferenceSession(str(tmp_path / "b" / "model.onnx"), providers=["CPUExecutionProvider"])
+    given = session.run(None, {"x0": X, "w": W + 1})[0]
+    np.testing.assert_allclose(given, _truth(W.astype(np.float64) + 1), rtol=1e-5, atol=1e-6)
+
+
+def test_a_norm_of_onnx_runtime_whose_second_output_is_used(tmp_path: Path) -> None:
+    node = helper.make_node("SimplifiedLayerNormalization", ["x0", "w"], ["y", "i"], axis=-1, epsilon=1e-5)
+    ends = [_info("x0", ["N", "S", D]), _info("y", ["N", "S", D]), _info("i", ["N", "S", 1])]
+    graph = helper.make_graph([node], "g", ends[:1], ends[1:], [numpy_helper.from_array(W, "w")])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    export_model(model, out_dir=tmp_path / "b")
+    session = onnxruntime.InferenceSession(str(tmp_path / "b" / "model.onnx"), providers=["CPUExecutionProvider"])
+    y, inverse = session.run(None, {"x0": X})
+    expected = 1 / np.sqrt((X.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(inverse, expected, rtol=1e-5)
+    np.testing.assert_allclose(y, X * expected * W, rtol=1e-5, atol=1e-6)
