@@ -1,4 +1,5 @@
-// What TensorRT looks for in a plugin library. Nothing of TensorRT's own libraries is needed to load it.
+// What TensorRT looks for in a plugin library, and what an engine's builder asks of this one. Nothing of TensorRT's own
+// libraries is needed to load it.
 #include <NvInferRuntime.h>
 
 #include "creator.h"
@@ -19,4 +20,9 @@ extern "C" __attribute__((visibility("default"))) nvinfer1::IPluginCreatorInterf
 
 extern "C" __attribute__((visibility("default"))) void setLoggerFinder(nvinfer1::ILoggerFinder* finder) noexcept {
   rmsnorm_deploy::set_logger_finder(finder);
+}
+
+// The compute capabilities that there is machine code for, as "80,120"; of the last there is PTX too.
+extern "C" __attribute__((visibility("default"))) const char* rmsnorm_deploy_architectures() noexcept {
+  return RMSNORM_ARCHITECTURES;
 }
