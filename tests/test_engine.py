@@ -21,6 +21,7 @@ from rmsnorm_deploy import errors
 from rmsnorm_deploy.bundle import open_bundle
 from rmsnorm_deploy.engine import EngineOptions, build_engines, timing
 from rmsnorm_deploy.engine import build as engine_build
+from rmsnorm_deploy.engine.architectures import check_architectures, covers
 from rmsnorm_deploy.engine.cli import main
 from rmsnorm_deploy.engine.dims import evaluate
 from rmsnorm_deploy.engine.precision import check_precision
@@ -42,7 +43,6 @@ from rmsnorm_deploy.runtime.tensors import DTYPES
 from rmsnorm_deploy.runtime.trust import built_here
 
 rtx = pytest.mark.skipif(not support.HAS_RTX, reason=support.NO_RTX)
-SMS = (80, 86, 89, 120)
 RECIPES = ("rms_norm", "transformer_block", "llama_tiny", "qwen3_tiny", "gemma3_tiny", "t5_tiny")
 MANIFEST: dict[str, Any] = {
     "signature": {
@@ -125,7 +125,7 @@ def test_both_variants_are_built_for_all_cards_and_described(
     library = support.plugin_library()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     said: list[str] = []
-    records = build_engines(bundle, EngineOptions("tensorrt-rtx", SMS, plugin_library=library), said.append)
+    records = build_engines(bundle, EngineOptions("tensorrt-rtx", support.SMS, plugin_library=library), said.append)
     assert [record.name for record in records] == [f"tensorrt-rtx-sm80-86-89-120-{v}" for v in ("plugin", "native")]
     assert read_engines(bundle / "engines") == sorted(records, key=lambda record: record.name)
     plugin = json.loads((bundle / "engines" / f"{records[0].name}.json").read_text())
@@ -234,6 +234,36 @@ def test_a_library_that_is_no_plugin_library_is_refused(bundle: Path, tmp_path: 
     options = EngineOptions("tensorrt-rtx", (89,), plugin="always", plugin_library=library)
     with pytest.raises(errors.InputError, match="getCreators"):
         build_engines(bundle, options)
+
+
+@pytest.mark.parametrize(
+    ("built", "runs_on", "not_on"),
+    [
+        (["89"], (89, 90, 100, 120), (75, 80, 86)),  # later ones from its PTX
+        (["80", "120"], (80, 86, 89, 120, 121), (75,)),
+        (["120", "80"], (80, 86, 89, 90, 100, 120, 121), (75,)),
+        (["75", "90a"], (75, 90), (80, 89, 100, 120)),
+    ],
+)
+def test_code_runs_on_its_own_generation_and_what_is_last_on_all_later(
+    built: list[str], runs_on: tuple[int, ...], not_on: tuple[int, ...]
+) -> None:
+    assert [sm for sm in (*runs_on, *not_on) if covers(built, sm)] == list(runs_on)
+
+
+@rtx
+@pytest.mark.skipif(shutil.which("cc") is None, reason="cc is not on this machine")
+def test_a_library_without_code_for_a_card_is_not_embedded_for_it(bundle: Path, tmp_path: Path) -> None:
+    source, library = tmp_path / "one.c", tmp_path / "libone.so"
+    source.write_text('const char* rmsnorm_deploy_architectures(void) { return "89"; }')
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    with pytest.raises(errors.InputError, match="has code for SM 89 and none for 80, 86: python -m"):
+        check_architectures(library, (80, 86, 89, 120))
+    check_architectures(library, (89, 120))
+    real = support.plugin_library()
+    check_architectures(real, support.SMS)
+    with pytest.raises(errors.InputError, match=r"none for 75: python -m rmsnorm_deploy\.native build --tensorrt --sm"):
+        build_engines(bundle, EngineOptions("tensorrt-rtx", (75,), plugin="always", plugin_library=real))
 
 
 def test_without_a_gpu_tensorrt_says_what_it_needs(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,7 +506,7 @@ def build_recipe(recipe: str, folder: Path, **changes: Any) -> tuple[int, dict[s
 
     bundle = export_model(support.ROOT / "export" / f"{recipe}.py", out_dir=folder / "bundle", **changes)
     library = support.plugin_library()
-    records = build_engines(bundle, EngineOptions("tensorrt-rtx", (80, 86, 89, 120), plugin_library=library))
+    records = build_engines(bundle, EngineOptions("tensorrt-rtx", support.SMS, plugin_library=library))
     described = json.loads((bundle.path / "engines" / f"{records[0].name}.json").read_text())
     assert described["plugin_layers"] == len(open_bundle(bundle.path).norms) == norm_nodes(bundle.model_path)
     return described["plugin_layers"], described

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rmsnorm_deploy.engine.architectures import check_architectures
 from rmsnorm_deploy.engine.request import MODULES, BuildAnswer, BuildRequest, partial
 from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
 from rmsnorm_deploy.runtime.optional import load_module
@@ -86,6 +87,7 @@ class _Build:
         ours = [creator for creator in registry.all_creators if creator.plugin_namespace == "rmsnorm_deploy"]
         if handle is None or not ours:
             raise InputError(self._because(f"{library} is not a plugin library of this package (no getCreators)"))
+        check_architectures(library, self.request.sms)
 
     def run(self) -> None:
         started = time.perf_counter()
