@@ -243,6 +243,7 @@ def test_a_library_that_is_no_plugin_library_is_refused(bundle: Path, tmp_path: 
         (["80", "120"], (80, 86, 89, 120, 121), (75,)),
         (["120", "80"], (80, 86, 89, 90, 100, 120, 121), (75,)),
         (["75", "90a"], (75, 90), (80, 89, 100, 120)),
+        ([], (), (75, 120)),
     ],
 )
 def test_code_runs_on_its_own_generation_and_what_is_last_on_all_later(

@@ -29,7 +29,7 @@ def covers(built: Iterable[str], sm: int) -> bool:
     plain = [int(item) for item in listed if item.isdecimal()]
     if any(item // 10 == sm // 10 and item <= sm for item in plain):
         return True
-    return f"{sm}a" in listed or (listed[-1].isdecimal() and int(listed[-1]) <= sm)
+    return f"{sm}a" in listed or any(item.isdecimal() and int(item) <= sm for item in listed[-1:])
 
 
 def check_architectures(library: Path, sms: Iterable[int]) -> None:
