@@ -138,3 +138,11 @@ def test_double_statistics_of_large_rows_overflow() -> None:
     deps = Cast<to = 11>(eps) me = Add(ms, deps) rt = Sqrt(me) n = Div(f, rt) c = Cast<to = 1>(n) y = Mul(c, w)"""
     result = check(graph(body), 1)
     assert result.norms[0].stash_type == "float64"
+
+
+def test_a_scale_that_spreads_rows_of_one_element_fails_in_onnx_runtime() -> None:
+    body = (
+        "mu = ReduceMean(x, last) c = Sub(x, mu) sq = Pow(c, two) ms = ReduceMean(sq, last) me = Add(ms, eps) "
+        "rt = Sqrt(me) n = Div(c, rt) y = Mul(n, w)"
+    )
+    check(graph(body, inputs="float[N, 1] x", outputs="float[N, 12] y"), 0, left=("LayerNorm",))

@@ -32,7 +32,7 @@ def _model(**graph_parts: Any) -> onnx.ModelProto:
     ]
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", "S", D]) for name in ("x0", "y")]
     constants = [
-        numpy_helper.from_array(np.float32(1e-5).reshape(()), "eps"),
+        numpy_helper.from_array(np.full((), 1e-5, np.float32), "eps"),
         numpy_helper.from_array(np.array([-1]), "last"),
         *graph_parts.pop("weights", ()),
     ]

@@ -7,6 +7,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 
 from rmsnorm_deploy.fusion.constants import SMALL, Constants, is_fixed
 from rmsnorm_deploy.fusion.evaluate import CannotEvaluateError, attribute
+from rmsnorm_deploy.fusion.values import shape_of
 
 _FOLDED = frozenset(
     ("Add", "Cast", "Concat", "Div", "Gather", "Mul", "Neg", "Reshape", "Shape", "Slice", "Sqrt", "Squeeze", "Sub")
@@ -95,14 +96,16 @@ def _shield_look_alikes(model: ir.Model) -> None:
     """Spell squares whose mean loses its axis as ``x * x``: the same value, which ONNX Runtime doesn't take for a norm.
 
     ONNX Runtime makes a norm of Pow, ReduceMean, Add, Sqrt, Div, Mul without looking at keepdims. Where the mean lines
-    up with other axes after all (a square matrix), that changes the result. Other look-alikes it leaves or gets right.
+    up with other axes after all (a square matrix), that changes the result. Nor does it look whether the scale spreads
+    rows of one element over more: such a norm fails when it runs. Other look-alikes it leaves or gets right.
     """
     constants = Constants()
     for node in list(model.graph.all_nodes()):
         if (node.domain, node.op_type) != ("", "Pow") or node.inputs[0] is None:
             continue
         users = [use.node for use in node.outputs[0].uses()]
-        if _is_flat_mean(*users, *_subtracted(node.inputs[0])) and constants.scalar(node.inputs[1]) == 2:
+        wrong = _is_flat_mean(*users, *_subtracted(node.inputs[0])) or (shape_of(node.inputs[0]) or ())[-1:] == (1,)
+        if wrong and constants.scalar(node.inputs[1]) == 2:
             node.op_type = "Mul"
             node.replace_input_with(1, node.inputs[0])
 
