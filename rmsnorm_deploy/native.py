@@ -215,7 +215,8 @@ def _status(kind: str) -> LibraryStatus:
     found = _find(kind)
     if found:
         path, stamp = found
-        detail = f"built {_age(stamp)} with {stamp.get('compiler', 'an unknown compiler')}"
+        size = path.stat().st_size / 1e6
+        detail = f"{size:.1f} MB, built {_age(stamp)} with {stamp.get('compiler', 'an unknown compiler')}"
         return LibraryStatus(kind, path, detail, stamp)
     group = next(name for name, item in GROUPS.items() if kind in item.libraries)
     if plugins_folder() is None:

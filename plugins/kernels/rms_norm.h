@@ -120,7 +120,8 @@ RMSNORM_API const char* rmsnorm_cpu_isa(void);
 RMSNORM_API rmsnorm_status rmsnorm_cpu_set_isa(const char* isa);
 
 /* Queues the work on a cudaStream_t (NULL: the default stream) of the current device and returns; it neither allocates
- * nor synchronises, and may be captured in a CUDA graph. RMSNORM_UNSUPPORTED for RMSNORM_F64. */
+ * nor synchronises, and may be captured in a CUDA graph. RMSNORM_UNSUPPORTED for RMSNORM_F64, and
+ * on a device of an architecture that the library was not built for. */
 RMSNORM_API rmsnorm_status rmsnorm_cuda(const rmsnorm_args* args, void* stream);
 
 /* The workspace that speeds up this call, and any of fewer rows of the same width and dtype: some KiB, or 0 where none

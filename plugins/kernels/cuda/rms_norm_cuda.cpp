@@ -28,16 +28,27 @@ bool ask_device(int index, Device* device) {
 }
 
 // Clears what a refused call left behind, so that the next caller does not read it as its own.
-rmsnorm_status refused() {
+rmsnorm_status refused(cudaError_t error) {
   (void)cudaGetLastError();
-  return RMSNORM_DEVICE_ERROR;
+  const bool not_built = error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction;
+  return not_built ? RMSNORM_UNSUPPORTED : RMSNORM_DEVICE_ERROR;
+}
+
+// Drivers before 12.3 refuse such launches while a graph is captured.
+bool starts_early(const Device& device) {
+  static const bool captured = [] {
+    int version = 0;
+    return cudaDriverGetVersion(&version) == cudaSuccess && version >= 12030;
+  }();
+  return captured && device.compute >= 90;
 }
 
 rmsnorm_status queue(const Step& step, const Launch& launch, const Device& device, cudaStream_t stream) {
   const void* const kernel = reinterpret_cast<const void*>(step.kernel);
-  if (launch.shared_bytes > kFreeSharedBytes &&
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared_bytes) != cudaSuccess) {
-    return refused();
+  if (launch.shared_bytes > kFreeSharedBytes) {
+    const auto which = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, which, launch.shared_bytes);
+    if (error != cudaSuccess) return refused(error);
   }
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t config{};
@@ -46,7 +57,7 @@ rmsnorm_status queue(const Step& step, const Launch& launch, const Device& devic
   config.dynamicSmemBytes = static_cast<size_t>(launch.shared_bytes);
   config.stream = stream;
   config.attrs = attributes;
-  if (device.compute >= 90) {
+  if (starts_early(device)) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }
@@ -58,7 +69,8 @@ rmsnorm_status queue(const Step& step, const Launch& launch, const Device& devic
   }
   KernelArgs args = step.args;
   void* parameters[] = {&args};
-  return cudaLaunchKernelExC(&config, kernel, parameters) == cudaSuccess ? RMSNORM_OK : refused();
+  const cudaError_t error = cudaLaunchKernelExC(&config, kernel, parameters);
+  return error == cudaSuccess ? RMSNORM_OK : refused(error);
 }
 
 }  // namespace
@@ -91,7 +103,7 @@ rmsnorm_status run_on_cuda(const rmsnorm_args& args, void* stream, Tactic tactic
   if (args.x_dtype == RMSNORM_F64) return RMSNORM_UNSUPPORTED;
   if (args.rows == 0 || args.width == 0) return RMSNORM_OK;
   Device device{};
-  if (!current_device(&device)) return refused();
+  if (!current_device(&device)) return refused(cudaErrorUnknown);
 
   const Problem problem = problem_of(args);
   const Launch launch = choose_launch(problem, device, tactic);
