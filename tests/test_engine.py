@@ -19,7 +19,7 @@ import tensorrt_support as support
 
 from rmsnorm_deploy import errors
 from rmsnorm_deploy.bundle import open_bundle
-from rmsnorm_deploy.engine import EngineOptions, build_engines, timing
+from rmsnorm_deploy.engine import EngineOptions, build_engines, child, keep, timing
 from rmsnorm_deploy.engine import build as engine_build
 from rmsnorm_deploy.engine.architectures import check_architectures, covers
 from rmsnorm_deploy.engine.cli import main
@@ -279,7 +279,7 @@ def test_an_abort_in_the_library_is_an_error_message(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     request = BuildRequest("m.onnx", "e", str(tmp_path / "answer.json"), "tensorrt", [], [], None, [], 18)
     with pytest.raises(errors.InputError, match=r"tensorrt ended by SIGABRT while it built m.onnx: "):
-        engine_build._run(request, tmp_path)
+        child.run_worker(request, tmp_path)
 
 
 def test_an_engine_is_vouched_for_by_its_own_bundle_alone(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_an_interrupted_build_takes_its_child_along(tmp_path: Path, monkeypatch:
     )
     monkeypatch.setattr("sys.stderr", Interrupted())
     with pytest.raises(KeyboardInterrupt):
-        engine_build._echoed([sys.executable, "-uc", script, str(tmp_path / "pid")], dict(os.environ))
+        child.echoed([sys.executable, "-uc", script, str(tmp_path / "pid")], dict(os.environ))
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
@@ -335,7 +335,7 @@ def test_a_build_that_ends_leaves_nothing_half_written(bundle: Path, monkeypatch
         partial(Path(request.engine)).write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine_build, "_run", ended)
+    monkeypatch.setattr(engine_build, "run_worker", ended)
     monkeypatch.setattr(engine_build, "load_module", lambda *_: None)
     with pytest.raises(KeyboardInterrupt):
         build_engines(bundle, EngineOptions("tensorrt-rtx", (89,), plugin="never"))
@@ -367,13 +367,13 @@ def test_the_faster_of_two_engines_is_kept_and_both_times_are_reported(
         (folder / f"{name}.json").write_text(json.dumps(as_metadata(records[-1], variant=name)))
     (bundle.path / "report.html").write_text("before the engines")
     said: list[str] = []
-    engine_build._timed(bundle, records, said.append)
-    engine_build._report(bundle, said.append)
+    keep.keep_faster(bundle, records, said.append)
+    keep.report_engines(bundle, said.append)
     assert (bundle.path / "report.html").read_text().count("kept, untimed") == 2
     monkeypatch.setattr(timing, "runs_here", lambda records: True)
     monkeypatch.setattr(timing, "time_engines", lambda *_: {"plugin": plugin, "native": native})
-    (fastest,) = engine_build._timed(bundle, records, said.append)
-    engine_build._report(bundle, said.append)
+    (fastest,) = keep.keep_faster(bundle, records, said.append)
+    keep.report_engines(bundle, said.append)
     assert (fastest.name, fastest.milliseconds) == (kept, 0.25)
     assert read_engines(folder) == [fastest]
     assert fastest.milliseconds_of_all == {"plugin": plugin, "native": native}
@@ -394,7 +394,7 @@ def test_evidence_of_another_version_leaves_the_report_as_it_was(exported: Path,
     (bundle.path / "report.html").write_text("before")
     (bundle.path / "parity.json").write_text('{"format": 0}')
     said: list[str] = []
-    engine_build._report(bundle, said.append)
+    keep.report_engines(bundle, said.append)
     assert (bundle.path / "report.html").read_text() == "before"
     assert said[0].startswith("warning: report.html is left as it was: parity.json has format 0")
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace as with_changes
 from pathlib import Path
-from typing import Any
 
 from rmsnorm_deploy.bundle import Bundle, open_bundle, sha256
+from rmsnorm_deploy.engine.child import run_worker
+from rmsnorm_deploy.engine.keep import Say, keep_faster, report_engines
 from rmsnorm_deploy.engine.precision import check_precision
 from rmsnorm_deploy.engine.profiles import default_profile, describe, parse_profile
-from rmsnorm_deploy.engine.request import MODULES, BuildAnswer, BuildRequest, partial
+from rmsnorm_deploy.engine.request import MODULES, BuildAnswer, BuildRequest, partial, write_json
 from rmsnorm_deploy.errors import BackendUnavailable, InputError
 from rmsnorm_deploy.runtime.engines import EngineRecord, as_metadata, check_dtypes, model_identity
 from rmsnorm_deploy.runtime.optional import load_module, native_library
@@ -25,7 +23,6 @@ from rmsnorm_deploy.runtime.profiles import Profile
 from rmsnorm_deploy.runtime.signature import Signature
 from rmsnorm_deploy.runtime.trust import remember
 
-OUR_MARK = "rmsnorm_deploy: "  # what the plugin's own messages begin with
 VARIANTS = {"auto": ("plugin", "native"), "always": ("plugin",), "never": ("native",)}
 
 
@@ -51,9 +48,6 @@ class EngineOptions:
     plugin_library: Path | None = None
     timing_cache: Path | None = None
     verbose: bool = False
-
-
-Say = Callable[[str], None]
 
 
 def build_engines(
@@ -84,8 +78,8 @@ def build_engines(
         tell(f"profile {describe(profile)}")
     variants = _variants(opened, chosen, tell)
     records = [_build(opened, chosen, profiles, variant, variants, tell) for variant in variants]
-    kept = _timed(opened, records, tell)
-    _report(opened, tell)
+    kept = keep_faster(opened, records, tell)
+    report_engines(opened, tell)
     return kept
 
 
@@ -150,7 +144,7 @@ def _build(
             progress=sys.stderr.isatty(),
         )
         try:
-            answer = _run(request, Path(scratch))
+            answer = run_worker(request, Path(scratch))
         finally:
             partial(engine).unlink(missing_ok=True)
     record = _record(name, engine, options, answer, profiles, library, bundle)
@@ -163,7 +157,7 @@ def _build(
         "build_seconds": round(answer.seconds, 2),
         "build_peak_bytes": answer.peak_bytes,
     }
-    _write(folder / f"{name}.json", as_metadata(record, **extra))
+    write_json(folder / f"{name}.json", as_metadata(record, **extra))
     _remember(record, tell)
     tell(
         f"{name}: {answer.plugin_layers} plugin layers of {answer.layers}, {engine.stat().st_size / 2**20:.1f} MB, "
@@ -177,47 +171,6 @@ def _remember(record: EngineRecord, tell: Say) -> None:
         remember(record.sha256)
     except OSError as error:
         tell(f"warning: {record.name} will need allow_host_code=True: {error.filename}: {error.strerror}")
-
-
-def _run(request: BuildRequest, scratch: Path) -> BuildAnswer:
-    """The child process; whatever ends it is an error message here."""
-    asked = scratch / "request.json"
-    request.write(asked)
-    command = [sys.executable, "-m", "rmsnorm_deploy.engine.worker", str(asked)]
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    status, said = _echoed(command, os.environ | {"PYTHONPATH": path})
-    answered = Path(request.answer)
-    if not answered.is_file():
-        last = f": {said[-1]}" if said else ""
-        raise InputError(f"{request.runtime} {_ending(status)} while it built {request.model}{last}"[:600])
-    answer = BuildAnswer.read(answered)
-    if answer.error is not None:
-        # The plugin says what it refuses on standard error, where TensorRT gives it no logger.
-        ours = [line for line in said if line.startswith(OUR_MARK) and line not in answer.error]
-        error = f"{answer.error}: {ours[0].removeprefix(OUR_MARK)}" if ours else answer.error
-        raise (BackendUnavailable if answer.kind == "backend" else InputError)(error)
-    return answer
-
-
-def _echoed(command: Sequence[str], environment: dict[str, str]) -> tuple[int, list[str]]:
-    """Run a command, pass on what it says on standard error as it comes, and return its status and those lines."""
-    said = b""
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, bufsize=0) as process:
-        assert process.stderr is not None
-        try:
-            while chunk := process.stderr.read(4096):
-                said = (said + chunk)[-65536:]
-                sys.stderr.write(chunk.decode("utf-8", "replace"))
-                sys.stderr.flush()
-        except BaseException:  # interrupted: it must not go on alone for minutes
-            process.kill()
-            raise
-    return process.returncode, [line.strip() for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
-
-
-def _ending(status: int) -> str:
-    return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
 def _as_json(profile: Profile) -> dict[str, dict[str, list[int]]]:
@@ -250,42 +203,3 @@ def _record(
         outputs=tensors["output"],
         milliseconds=None,
     )
-
-
-def _write(path: Path, data: dict[str, Any]) -> None:
-    partial(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial(path), path)
-
-
-def _timed(bundle: Bundle, records: list[EngineRecord], tell: Say) -> list[EngineRecord]:
-    """Times the engines where they can run; of several, the faster is kept. Else all are kept, marked untimed."""
-    from rmsnorm_deploy.engine.timing import runs_here, time_engines
-
-    if not runs_here(records):
-        tell("no GPU here runs these engines: all are kept, untimed")
-        return records
-    times = time_engines(bundle, records)
-    timed = [with_changes(record, milliseconds=times[record.name], milliseconds_of_all=times) for record in records]
-    for record in timed:
-        path = record.path.with_suffix(".json")
-        data = json.loads(path.read_text(encoding="utf-8"))
-        _write(path, data | {"milliseconds": record.milliseconds, "milliseconds_of_all": times})
-        tell(f"{record.name}: {record.milliseconds:.4f} ms")
-    timed.sort(key=lambda record: record.milliseconds or 0.0)
-    for slower in timed[1:]:
-        slower.path.unlink()
-        slower.path.with_suffix(".json").unlink()
-        tell(f"{slower.name} is slower, and removed")
-    return timed[:1]
-
-
-def _report(bundle: Bundle, tell: Say) -> None:
-    """The engines and their times are in the bundle's report, where it has one."""
-    from rmsnorm_deploy.report.html import rewrite_html
-
-    if not (bundle.path / "report.html").is_file():
-        return
-    try:
-        rewrite_html(bundle)
-    except InputError as error:  # the engines are built and right, whatever the evidence of an older version says
-        tell(f"warning: report.html is left as it was: {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,9 @@ class BuildAnswer:
 def partial(path: Path) -> Path:
     """Where a file is written before it takes its name ``path``, whole."""
     return path.with_suffix(".partial")
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write a JSON file, whole or not at all."""
+    partial(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial(path), path)
