@@ -23,6 +23,7 @@ from rmsnorm_deploy.export.naming import (
     record_ranges,
     vocabularies,
 )
+from rmsnorm_deploy.export.outputs import with_plain_outputs
 from rmsnorm_deploy.export.quiet import reason, silence
 from rmsnorm_deploy.export.straighten import straighten
 from rmsnorm_deploy.export.traced import Traced
@@ -155,9 +156,10 @@ def _batch_experts(model: torch.nn.Module, notes: list[str]) -> bool:
 
 
 def _from_program(program: torch.export.ExportedProgram, source: Source, opset: int, notes: list[str]) -> Traced:
+    portable = with_plain_outputs(program)
     try:
         with torch.no_grad(), silence():
-            exported = torch.onnx.export(program, dynamo=True, opset_version=opset, optimize=False, verbose=False)
+            exported = torch.onnx.export(portable, dynamo=True, opset_version=opset, optimize=False, verbose=False)
     except Exception as error:  # the exporter wraps failures of any kind
         raise InputError(f"PyTorch can't write the model as ONNX: {reason(error)}") from error
     assert exported is not None
@@ -170,7 +172,7 @@ def _from_program(program: torch.export.ExportedProgram, source: Source, opset: 
     _set_traces_aside(model)
     parameters = _parameters(program, source)
     leaves = call_leaves(program, parameters)
-    traced = Traced(model, program, parameters, notes=notes)
+    traced = Traced(model, portable, parameters, notes=notes)
     name_inputs(traced, leaves)
     name_outputs(model, program)
     symbols = name_dims(traced, source)
