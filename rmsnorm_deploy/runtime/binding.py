@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.runtime.kinds import check_kinds
 from rmsnorm_deploy.runtime.signature import Signature, TensorSpec, quoted
 from rmsnorm_deploy.runtime.tensors import Array, describe, is_array, torch_dtype
 
@@ -35,10 +36,13 @@ def bind_call(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, An
 
 def call_leaves(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a call, by path."""
+    parameters = signature.parameters or [spec.path for spec in signature.inputs]
+    arguments = bind_parameters(parameters, args, kwargs)
+    check_kinds(signature, arguments)
     if not signature.parameters:
-        return bind_parameters([spec.path for spec in signature.inputs], args, kwargs)
+        return arguments
     leaves: dict[str, Any] = {}
-    for path, value in bind_parameters(signature.parameters, args, kwargs).items():
+    for path, value in arguments.items():
         leaves.update(flatten(path, value))
     return leaves
 

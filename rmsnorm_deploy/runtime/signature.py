@@ -83,6 +83,9 @@ def check_feeds(signature: Signature, feeds: Mapping[str, Array]) -> None:
     Raises:
         InputError: names the input, what was expected and what was given.
     """
+    if not isinstance(feeds, Mapping):
+        names = quoted([spec.name for spec in signature.inputs])
+        raise InputError(f"inputs must be a dict from names to arrays ({names}); got a {type(feeds).__name__}")
     _check_names([spec.name for spec in signature.inputs], feeds)
     sizes: dict[str, tuple[int, str]] = {}
     for spec in signature.inputs:
