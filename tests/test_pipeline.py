@@ -125,6 +125,15 @@ def test_exporting_an_exported_model_changes_nothing(tmp_path: Path) -> None:
     np.testing.assert_allclose(second.session("onnxruntime")(x)[0], truth(block, x), rtol=2e-5, atol=5e-6)
 
 
+def test_frozen_torchscript_has_no_mode(tmp_path: Path) -> None:
+    block, x = Block().eval(), torch.randn(2, 3, WIDTH)
+    frozen = torch.jit.freeze(torch.jit.script(block))
+    bundle = export_model(frozen, (x,), out_dir=tmp_path / "frozen")
+    assert len(bundle.norms) == 2
+    for backend in ("onnxruntime", "pytorch"):
+        np.testing.assert_allclose(bundle.session(backend)(x)[0].numpy(), truth(block, x), rtol=1e-4, atol=1e-5)
+
+
 def test_torchscript_and_a_program_give_the_same_as_the_module(tmp_path: Path) -> None:
     block, x = Block().eval(), torch.randn(2, 3, WIDTH)
     scripted = torch.jit.trace(block, x)

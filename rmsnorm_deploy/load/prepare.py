@@ -153,7 +153,8 @@ def _unwrap_children(model: nn.Module, notes: list[str]) -> None:
 
 
 def _mode_note(model: nn.Module) -> list[str]:
-    training = [name or "the model" for name, module in model.named_modules() if module.training]
+    # a frozen TorchScript module has no mode any more
+    training = [name or "the model" for name, module in model.named_modules() if getattr(module, "training", False)]
     if not training:
         return []
     count = f" ({len(training)} modules)" if len(training) > 1 else ""

@@ -147,7 +147,7 @@ def _with_tuples(node: Any) -> Any:
 @contextmanager
 def evaluating(module: torch.nn.Module, lock: threading.Lock) -> Iterator[None]:
     """Run ``module`` in evaluation mode and leave its training flags as they were."""
-    training = [part for part in module.modules() if part.training]
+    training = [part for part in module.modules() if getattr(part, "training", False)]  # frozen TorchScript has no mode
     if not training or isinstance(module, torch.fx.GraphModule):
         yield
         return
