@@ -125,6 +125,38 @@ def test_exporting_an_exported_model_changes_nothing(tmp_path: Path) -> None:
     np.testing.assert_allclose(second.session("onnxruntime")(x)[0], truth(block, x), rtol=2e-5, atol=5e-6)
 
 
+@pytest.mark.parametrize("how", ["module", "torchscript"])
+def test_the_names_of_dims_are_lost(how: str, tmp_path: Path) -> None:
+    block, x = Block().eval(), torch.randn(2, 3, WIDTH)
+    model = torch.jit.trace(block, x) if how == "torchscript" else block
+    bundle = export_model(model, (x,), out_dir=tmp_path / "b", dynamic_shapes={"x": {0: "rows", 1: "words"}})
+    assert bundle.manifest["signature"]["inputs"][0]["shape"] == ["rows", "words", WIDTH]
+    more = torch.randn(5, 7, WIDTH)
+    np.testing.assert_allclose(bundle.session("onnxruntime")(more)[0], truth(block, more), rtol=1e-4, atol=1e-5)
+
+
+def test_a_name_in_a_nested_argument_is_lost(tmp_path: Path) -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm(WIDTH, eps=EPSILON)
+
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor], extra: dict[str, torch.Tensor]) -> torch.Tensor:
+            return self.norm(pair[0] + pair[1]) + extra["c"]
+
+    a, b, c = (torch.randn(4, WIDTH) for _ in range(3))
+    rows = torch.export.Dim("rows")
+    shapes = (({0: rows}, (rows, None)), {"c": ("rows", None)})
+    bundle = export_model(Nested().eval(), ((a, b), {"c": c}), out_dir=tmp_path / "b", dynamic_shapes=shapes)
+    assert [spec["shape"][0] for spec in bundle.manifest["signature"]["inputs"]] == ["rows"] * 3
+
+
+def test_torchscript_is_frozen_at_the_size_of_the_example(tmp_path: Path) -> None:
+    block, x, more = Block().eval(), torch.randn(2, 3, WIDTH), torch.randn(4, 1, WIDTH)
+    bundle = export_model(torch.jit.script(block), (x,), out_dir=tmp_path / "b")
+    np.testing.assert_allclose(bundle.session("onnxruntime")(more)[0], truth(block, more), rtol=1e-4, atol=1e-5)
+
+
 def test_frozen_torchscript_has_no_mode(tmp_path: Path) -> None:
     block, x = Block().eval(), torch.randn(2, 3, WIDTH)
     frozen = torch.jit.freeze(torch.jit.script(block))

@@ -49,7 +49,7 @@ def from_torchscript(source: Source, opset: int) -> Traced:
     Raises:
         InputError: the exporter can't write it; the message carries its reason.
     """
-    leaves = [(path, value) for path, value in _script_leaves(source) if isinstance(value, torch.Tensor)]
+    leaves = [(path, value) for path, value in script_leaves(source) if isinstance(value, torch.Tensor)]
     axes = {
         path: {axis: (source.dims.get(path, {}).get(axis) or f"{path}_dim{axis}") for axis in source.dims.get(path, {})}
         for path, _ in leaves
@@ -74,13 +74,14 @@ def from_torchscript(source: Source, opset: int) -> Traced:
         ) from error
     proto = onnx.shape_inference.infer_shapes(onnx.load_from_string(buffer.getvalue()))
     traced = from_onnx(ir.from_proto(proto), source)
-    traced.parameters = [path for path, _ in _script_leaves(source)]
-    for path, value in _script_leaves(source):
+    traced.parameters = [path for path, _ in script_leaves(source)]
+    for path, value in script_leaves(source):
         for axis, name in axes.get(path, {}).items():
             traced.dims.setdefault(name, {"example": None, "min": 0, "max": None})["example"] = value.shape[axis]
     return traced
 
 
-def _script_leaves(source: Source) -> list[tuple[str, Any]]:
+def script_leaves(source: Source) -> list[tuple[str, Any]]:
+    """The arguments of a TorchScript module's example call, by name, in order."""
     names = [argument.name for argument in source.model.forward.schema.arguments[1:]]
     return [*zip(names, source.args, strict=False), *source.kwargs.items()]

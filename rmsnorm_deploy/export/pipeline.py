@@ -19,6 +19,8 @@ import torch
 from rmsnorm_deploy import __version__
 from rmsnorm_deploy.bundle import FORMAT, MODEL, REFERENCE, Bundle, save_program, seal, write_manifest
 from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.export.dynamic import by_parameter, take_names, usual_names
+from rmsnorm_deploy.export.foreign import script_leaves
 from rmsnorm_deploy.export.onnx_reader import read_onnx
 from rmsnorm_deploy.export.precision import cast_floats, cast_module
 from rmsnorm_deploy.export.trace import trace
@@ -67,7 +69,8 @@ def export_model(
             that the command takes.
         args, kwargs: an example call. Tensors become inputs; other values are fixed.
         out_dir: the bundle's folder.
-        dynamic_shapes: as in ``torch.export.export``; by default every axis that may be a batch or a sequence.
+        dynamic_shapes: as in ``torch.export.export``, or with names in place of Dims; by default every axis that may be
+            a batch or a sequence. Of a TorchScript module, whose axes are dynamic by name alone, those with names.
         opset: ONNX opset of the file, for PyTorch models.
         precision: "keep", "fp32", "fp16" or "bf16", for PyTorch modules.
         check, benchmark: also judge parity, and time the model, as the command does.
@@ -95,8 +98,12 @@ def _source(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_s
     module, notes = prepare_module(model, args, kwargs)
     args, kwargs = to_cpu(args), to_cpu(kwargs)
     if isinstance(module, torch.jit.ScriptModule):
-        return Source("torchscript", module, args, kwargs, notes=notes)
-    return Source("module", module, args, kwargs, dynamic_shapes, notes=notes)
+        source = Source("torchscript", module, args, kwargs, notes=notes)
+        call = dict(script_leaves(source))
+        source.dims = usual_names(call) if dynamic_shapes is None else take_names(call, dynamic_shapes)[1]
+        return source
+    shapes, dims = take_names({**by_parameter(module, args), **kwargs}, dynamic_shapes)
+    return Source("module", module, args, kwargs, shapes, dims, notes=notes)
 
 
 def run(source: Source, options: Options, progress: Progress) -> Bundle:

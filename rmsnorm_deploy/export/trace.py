@@ -12,6 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.export.dynamic import by_parameter, free_axes
 from rmsnorm_deploy.export.example import grown
 from rmsnorm_deploy.export.foreign import from_onnx, from_torchscript
 from rmsnorm_deploy.export.lower import lower
@@ -120,22 +121,10 @@ def automatic_dims(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mappin
     def axes(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return None
-        count = value.ndim if not value.is_floating_point() and value.dtype != torch.bool else value.ndim - 1
-        return dict.fromkeys(range(count), torch.export.Dim.AUTO)
+        return dict.fromkeys(free_axes(value), torch.export.Dim.AUTO)
 
-    call = {**_by_parameter(model, args), **kwargs}
+    call = {**by_parameter(model, args), **kwargs}
     return {name: pytree.tree_map(axes, value) for name, value in call.items()}
-
-
-def _by_parameter(model: torch.nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
-    named: dict[str, Any] = {}
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    for i, parameter in enumerate(parameters[: len(args)]):
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            named[parameter.name] = tuple(args[i:])
-            break
-        named[parameter.name] = args[i]
-    return named
 
 
 def _batch_experts(model: torch.nn.Module, notes: list[str]) -> bool:
