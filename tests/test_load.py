@@ -389,6 +389,9 @@ def state_variants(sd: dict[str, torch.Tensor]) -> dict[str, Any]:
         },
         "trainer": {"model": sd, "ema": {k: v * 0 for k, v in sd.items()}, "step": 4},
         "ema only": {"ema": sd, "step": 4},
+        "fsdp": prefixed("_fsdp_wrapped_module."),
+        "attribute of a trainer": prefixed("trainer.net."),
+        "averaged": {"n_averaged": torch.tensor(7), **prefixed("module.")},
     }
 
 
@@ -425,7 +428,7 @@ def test_every_key_and_shape_is_accounted_for_by_name(files: dict[str, Path], tm
         "1 missing: norm.weight": {k: v for k, v in sd.items() if k != "norm.weight"},
         "1 unexpected: fc.extra_bias": {**sd, "fc.extra_bias": torch.zeros(2)},
         r"norm.weight is \[9\], the recipe's is \[8\]": {**sd, "norm.weight": torch.zeros(9)},
-        "missing.*unexpected": {f"other.{k}": v for k, v in sd.items()},
+        "missing.*unexpected": {("other." if k.startswith("fc") else "") + k: v for k, v in sd.items()},
     }
     for says, found in cases.items():
         torch.save(found, tmp_path / "w.pt")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ CONTAINERS = (
     *("ema", "ema_state_dict", "model_ema", "params_ema", "state_dict_ema"),
 )
 PREFIXES = ("module.", "_orig_mod.", "model.")
+_COUNT = "n_averaged"  # what torch.optim.swa_utils.AveragedModel keeps beside the weights
 _SHOWN = 6
 
 
@@ -52,6 +54,9 @@ def load_state(model: nn.Module, weights: Weights, path: Path, recipe: Path, not
     tied to one that is there.
     """
     target = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
+    if _COUNT in weights and _COUNT not in target:
+        weights = {k: v for k, v in weights.items() if k != _COUNT}
+        notes.append(f"{_COUNT} of {path.name}, the counter of averaged weights, left out")
     renamed, change = _best_names(weights, target)
     if change:
         notes.append(f"keys of {path.name}: {change}")
@@ -95,8 +100,15 @@ def _best_names(weights: Weights, target: Mapping[str, Any]) -> tuple[Weights, s
 
 
 def _renamings(keys: list[str]) -> Iterator[tuple[list[str], str]]:
-    """Prefixes taken off one after another; the same with wrappers' segments gone from inside; 'model.' in front."""
+    """Prefixes taken off one after another; the same with wrappers' segments gone from inside; 'model.' in front.
+
+    A prefix that all keys have may be of any name: an attribute of whatever trained the model.
+    """
     yield from _stripped(keys, [])
+    shared = _shared_prefix(keys)
+    for end in range(1, len(shared) + 1):
+        prefix = ".".join(shared[:end]) + "."
+        yield [key.removeprefix(prefix) for key in keys], f"prefix '{prefix}' removed"
     bare = [_without_wrappers(k) for k in keys]
     yield bare, "'module' and '_orig_mod' removed"
     yield from _stripped(bare, ["'module' and '_orig_mod' removed"])
@@ -108,6 +120,12 @@ def _stripped(names: list[str], done: list[str]) -> Iterator[tuple[list[str], st
         names = [n.removeprefix(prefix) for n in names]
         done = [*done, f"prefix '{prefix}' removed"]
         yield names, ", ".join(done)
+
+
+def _shared_prefix(keys: list[str]) -> list[str]:
+    """The segments that all keys begin with, their last ones excepted."""
+    parts = zip(*(key.split(".")[:-1] for key in keys), strict=False)
+    return [part[0] for part in itertools.takewhile(lambda part: len(set(part)) == 1, parts)]
 
 
 def _without_wrappers(key: str) -> str:
