@@ -49,6 +49,8 @@ real: $(VENV)/ready
 	$(BIN)/python -m pytest -q -m real
 
 # An interpreter that has torch with CUDA and the test extra already, instead of .venv: GPU_PYTHON=python3.
+# GPU_BENCHMARK= leaves out torch.compile's kernels, which take seconds each to compile.
+GPU_BENCHMARK ?= --compiled
 ON_GPU := $(or $(GPU_PYTHON),$(BIN)/python)
 CAPABILITY = $(or $(shell $(ON_GPU) -c "import torch; print('%d%d' % torch.cuda.get_device_capability())" 2>/dev/null), \
 	$(error torch of $(ON_GPU) finds no GPU here))
@@ -69,7 +71,7 @@ gpu-test:
 	$(ON_GPU) -m pytest -q -m gpu --ignore=tests/gpu/test_sanitizer.py
 
 gpu-figures:
-	$(ON_GPU) -m rmsnorm_deploy.benchmark kernels --cuda --compiled \
+	$(ON_GPU) -m rmsnorm_deploy.benchmark kernels --cuda $(GPU_BENCHMARK) \
 		--json docs/kernels_cuda.json --plot docs/kernels_cuda.svg
 
 clean:
