@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -187,3 +188,20 @@ GOOD = torch.randn(2, 4)
 def test_what_the_op_does_not_have_is_refused(call: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         call()
+
+
+@pytest.mark.parametrize("size", [0, 4096])
+def test_a_cuda_call_brings_the_workspace_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    seen: list[tuple[Any, int, int]] = []
+
+    def run(args: ckernel.Args, stream: int) -> bool:
+        seen.append((args.workspace, args.workspace_bytes, stream))
+        return True
+
+    monkeypatch.setattr(ckernel, "cuda_workspace_bytes", lambda args: size)
+    monkeypatch.setattr(ckernel, "run_cuda", run)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
+    assert torch_ops._run_cuda(ckernel.Args(rows=1, width=20_000), torch.device("cpu"))
+    (workspace, count, stream) = seen[0]
+    assert (count, stream) == (size, 77)
+    assert (workspace is not None) == (size > 0)
