@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import re
@@ -12,7 +13,6 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -89,6 +89,24 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def positive_number(text: str) -> float:
+    """A number above 0, as a type of argparse."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
+@contextlib.contextmanager
+def stdout_for_result(only: bool) -> Iterator[None]:
+    """With ``only``, what a model or recipe prints meanwhile goes to stderr: stdout is left to the result."""
+    with contextlib.redirect_stdout(sys.stderr) if only else contextlib.nullcontext():
+        yield
+
+
 def console() -> Console:
     """Standard output as wide as the terminal; in a pipe or a file no line is broken, unless COLUMNS says how wide."""
     from rich.console import Console
@@ -127,7 +145,7 @@ class _Terminated(KeyboardInterrupt):
     """SIGTERM, made an exception so that what is half-written is taken away as after Ctrl-C."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def _sigterm_raises() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers

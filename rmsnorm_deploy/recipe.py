@@ -120,7 +120,7 @@ class Recipe:
             return function(*args)
         except DeployError:
             raise
-        except Exception as error:  # the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             text = str(error).splitlines()[0] if str(error) else ""
             raise InputError(f"{self.path}: {name}() failed with {type(error).__name__}: {text}") from error
 
@@ -128,9 +128,9 @@ class Recipe:
 _OPTIONAL = ("inputs", "dims", "high", "engine_profile")
 
 
-def load_recipe(path: str | Path) -> Recipe:
-    """Import and check a recipe file; InputError says what it lacks."""
-    module = import_file(path, "--recipe")
+def load_recipe(path: str | Path, option: str = "--recipe") -> Recipe:
+    """Import and check a recipe file, which ``option`` named ("" for none); InputError says what it lacks."""
+    module = import_file(path, option)
     path = Path(path)
     build = getattr(module, "build", None)
     if not callable(build):

@@ -15,29 +15,30 @@ def import_file(path: str | Path, option: str = "--import") -> ModuleType:
     """Import one .py file; its folder is searched for what it imports in turn.
 
     The module is registered under the file's stem, as ``python FILE.py``'s neighbours would see it, or under a private
-    name when that stem is taken. A file that is imported already is not run again. Raises InputError, ``option`` first,
-    for a file that is missing, is no .py, or fails.
+    name when that stem is taken. A file that is imported already is not run again. Raises InputError, ``option`` first
+    ("" for a file that no option named), for a file that is missing, is no .py, or fails.
     """
+    named = f"{option} {path}".lstrip()
     path = Path(path).resolve()
     if not path.is_file():
-        raise InputError(f"{option} {path}: no such file")
+        raise InputError(f"{named}: no such file")
     if path.suffix != ".py":
-        raise InputError(f"{option} {path}: not a Python file (.py)")
+        raise InputError(f"{named}: not a Python file (.py)")
     name = _module_name(path)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise InputError(f"{option} {path}: not a file Python can import")
+        raise InputError(f"{named}: not a file Python can import")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     _search(path.parent)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the user's file may raise anything
+    except (Exception, SystemExit) as error:  # the user's file may raise anything, and a script may exit
         del sys.modules[name]
         text = str(error).splitlines()[0] if str(error) else ""
-        raise InputError(f"{option} {path}: importing it failed with {type(error).__name__}: {text}") from error
+        raise InputError(f"{named}: importing it failed with {type(error).__name__}: {text}") from error
     return module
 
 

@@ -344,6 +344,31 @@ def test_the_package_itself_runs_the_command_that_is_named(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        ("import sys; sys.exit(3)", "loud.py: importing it failed with SystemExit: 3"),
+        ("def build(): raise SystemExit(4)", "loud.py: build() failed with SystemExit: 4"),
+    ],
+)
+def test_a_recipe_that_exits_does_not_end_the_command_in_silence(
+    run: Recorder, capsys: pytest.CaptureFixture[str], tmp_path: Path, recipe: str, says: str
+) -> None:
+    (tmp_path / "loud.py").write_text(recipe)
+    assert error_of(capsys, "loud.py") == f"error: {says}"
+
+
+def test_what_a_recipe_prints_is_kept_out_of_the_json(
+    run: Recorder, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text = "from torch import nn\nprint('imported')\ndef build():\n    print('built')\n    return nn.RMSNorm(8)\n"
+    (tmp_path / "talkative.py").write_text(text)
+    assert cli.main(["talkative.py", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["bundle"] == "talkative.bundle"
+    assert err == "imported\nbuilt\n"
+
+
+@pytest.mark.parametrize(
     ("error", "status", "says"),
     [
         (PermissionError(13, "Permission denied", "/x/model.pt"), 2, "error: /x/model.pt: Permission denied"),

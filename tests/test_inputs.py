@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +13,12 @@ from torch import nn
 from torch.export import Dim
 
 from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.export.trace import trace
+from rmsnorm_deploy.load import Source, load_source, prepare_module
 from rmsnorm_deploy.load.infer import infer_inputs
 from rmsnorm_deploy.load.inputs import Call, check_dims, dynamic_shapes, example_sizes, make_call, tensors_of
 from rmsnorm_deploy.load.specs import ConstantSpec, TensorSpec, parse_dims, parse_input, parse_inputs
+from rmsnorm_deploy.usercode import import_file
 
 
 class Norm(nn.Module):
@@ -277,3 +282,73 @@ def test_inferred_dims_give_way_and_named_ones_do_not() -> None:
 def test_a_fixed_size_of_zero_is_refused() -> None:
     with pytest.raises(InputError, match="a fixed size of 0"):
         parse_input("x=float32[0,s,64]")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["x=float32[batch,8]"],
+        ["x=int64[batch,16]"],
+        ["x=float64[batch,16]"],
+        ["x.0=float32[batch,16]"],
+        ["x=3"],
+        ["x=float32[batch,16]", "scale=float32[batch,7]"],
+    ],
+)
+@pytest.mark.parametrize("scripted", [False, True])
+def test_an_input_that_the_model_refuses_is_named_with_what_it_takes(
+    given: list[str], scripted: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "scaled_for_test.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\nfrom typing import Optional\nclass Scaled(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        "        self.norm = nn.RMSNorm(16)\n        self.fc = nn.Linear(16, 4)\n"
+        "    def forward(self, x, scale: Optional[torch.Tensor] = None):\n        y = self.fc(self.norm(x))\n"
+        "        return y if scale is None else y * scale\ndef build(): return Scaled()\n"
+    )
+    if scripted:
+        torch.jit.script(import_file(path).build()).save(tmp_path / "scaled.pt")
+        path = tmp_path / "scaled.pt"
+    with pytest.raises(InputError) as caught:
+        trace(load_source(path, inputs=given), 18)
+    message = str(caught.value)
+    assert "\n" not in message
+    for text in given:
+        assert f"--input {shlex.quote(text)}" in message
+    assert "it takes forward(x, scale)" in message
+    assert "float32[batch,16]" in message.split("suggests ")[1]
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        ("None", "returns no tensor"),
+        ("'text', 3", "returns no tensor"),
+        ("torch.fft.fft(x)", "returns complex numbers"),
+    ],
+)
+def test_what_onnx_cannot_return_is_refused_when_traced(returned: str, says: str) -> None:
+    class Odd(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return eval(returned)
+
+    with pytest.raises(InputError, match=f"Odd {says}"):
+        trace(Source("module", Odd(), (torch.randn(2, 16),)), 18)
+
+
+def test_a_forward_without_inputs_is_refused() -> None:
+    class Closed(nn.Module):
+        def forward(self) -> torch.Tensor:
+            return torch.ones(1)
+
+    with pytest.raises(InputError, match="takes no inputs"):
+        infer_inputs(Closed(), {})
+
+
+def test_weights_that_are_not_finite_are_noted() -> None:
+    model = nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 2))
+    assert prepare_module(model.eval())[1] == []
+    with torch.no_grad():
+        model[0].weight[3], model[1].bias[0] = float("nan"), float("inf")
+    assert prepare_module(model)[1] == ["NaN or infinity in the weights 0.weight, 1.bias"]

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rmsnorm_deploy.cli import Parser, positive, run_command
+from rmsnorm_deploy.cli import Parser, positive, positive_number, run_command
 from rmsnorm_deploy.errors import EXIT_OK
 
 _SUBCOMMANDS = ("fusion", "kernels", "overhead", "tokens")
@@ -34,7 +34,7 @@ def _parser() -> Parser:
         "bundle", type=Path, metavar="BUNDLE", help="the folder that the export left, or one of those words"
     )
     parser.add_argument("--threads", type=positive, metavar="N", help="for PyTorch and ONNX Runtime alike")
-    parser.add_argument("--seconds", type=float, default=None, help="about how long to measure (10)")
+    parser.add_argument("--seconds", type=positive_number, default=None, help="about how long to measure (10)")
     parser.add_argument("--json", action="store_true", help="print all timings as JSON")
     return parser
 

@@ -17,7 +17,7 @@ from typing import Any
 from rmsnorm_deploy.benchmark.contestants import onnxruntime_call
 from rmsnorm_deploy.benchmark.timing import Call, interleave, quantile
 from rmsnorm_deploy.benchmark.twin import without_norms
-from rmsnorm_deploy.cli import Parser, positive, run_command
+from rmsnorm_deploy.cli import Parser, positive, positive_number, run_command
 from rmsnorm_deploy.errors import EXIT_OK, InputError
 
 SHAPES = ((1, 1), (1, 16), (1, 128), (4, 64))
@@ -38,7 +38,7 @@ def _parser() -> Parser:
         "bundle", type=Path, metavar="BUNDLE", help="made from a PyTorch model that takes token ids alone"
     )
     parser.add_argument("--threads", type=positive, default=2, help="of ONNX Runtime (2)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of measuring a shape (20)")
+    parser.add_argument("--seconds", type=positive_number, default=20.0, help="of measuring a shape (20)")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     return parser
 

@@ -7,12 +7,15 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rmsnorm_deploy.cli import BACKEND_ABSENT, PARITY_FAILED, Parser, console, one_line, run_command
+from rmsnorm_deploy.cli import BACKEND_ABSENT, PARITY_FAILED, Parser, console, one_line, run_command, stdout_for_result
 from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, BackendUnavailable, InputError
 from rmsnorm_deploy.export.progress import Progress
 from rmsnorm_deploy.place import check_place
+
+if TYPE_CHECKING:
+    from rmsnorm_deploy.bundle import Bundle
 
 TARGETS = ("onnxruntime", "pytorch", "tensorrt", "tensorrt-rtx")
 PRECISIONS = ("keep", "fp32", "fp16", "bf16")
@@ -111,6 +114,18 @@ def check_targets(targets: Sequence[str]) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
+    with stdout_for_result(options.json):
+        bundle, notes = _exported(options)
+    result = summary(bundle.path)
+    if options.json:
+        print(json.dumps({**result, "notes": notes}, indent=1))
+    else:
+        _print_summary(bundle, result)
+    return EXIT_PARITY if result["parity"] is not None and not result["parity"].get("ok", False) else EXIT_OK
+
+
+def _exported(options: argparse.Namespace) -> tuple[Bundle, list[str]]:
+    """The bundle, and the choices that were made for the user."""
     check_out(options.out, options.force)
     check_targets(options.targets)
     progress = Progress(quiet=options.json)
@@ -146,12 +161,7 @@ def _export(options: argparse.Namespace) -> int:
     )
     bundle = pipeline.run(source, settings, progress)
     progress.notes(source.notes[said:])
-    result = summary(bundle.path)
-    if options.json:
-        print(json.dumps({**result, "notes": source.notes}, indent=1))
-    else:
-        _print_summary(bundle, result)
-    return EXIT_PARITY if result["parity"] is not None and not result["parity"].get("ok", False) else EXIT_OK
+    return bundle, source.notes
 
 
 def summary(path: Path) -> dict[str, Any]:

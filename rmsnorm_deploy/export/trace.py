@@ -58,6 +58,7 @@ def trace(source: Source, opset: int) -> Traced:
         raise InputError(problem)  # said at once, and by the model: torch.export lets a wrong dtype through
     notes: list[str] = []
     program = source.model if source.kind == "exported_program" else _export(source, notes)
+    _check_values(program, source)
     return _from_program(program, source, opset, notes)
 
 
@@ -82,6 +83,19 @@ def _export(source: Source, notes: list[str]) -> torch.export.ExportedProgram:
     raise InputError(
         refused_call(source) or f"PyTorch can't trace {type(source.model).__name__}: {reason(error)}"
     ) from error
+
+
+def _check_values(program: torch.export.ExportedProgram, source: Source) -> None:
+    """Raise InputError for a model that returns no tensor, or takes or returns numbers that ONNX has no type for."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    name = type(source.model).__name__
+    if not any(isinstance(values.get(str(output)), torch.Tensor) for output in program.graph_signature.user_outputs):
+        raise InputError(f"{name} returns no tensor: forward must return tensors, alone or in tuples, lists and dicts")
+    taken, returned = program.graph_signature.user_inputs, program.graph_signature.user_outputs
+    for what, items in (("takes", taken), ("returns", returned)):
+        for value in (values.get(str(item)) for item in items):
+            if isinstance(value, torch.Tensor) and value.dtype.is_complex:
+                raise InputError(f"{name} {what} complex numbers, which no runtime has: use torch.view_as_real there")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rmsnorm_deploy.cli import Parser, console, run_command
+from rmsnorm_deploy.cli import Parser, console, run_command, stdout_for_result
 from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, InputError
 from rmsnorm_deploy.export.cli import PRECISIONS, add_source_options
 from rmsnorm_deploy.export.progress import Progress
@@ -82,18 +82,19 @@ def _model(options: argparse.Namespace) -> int:
 
     opset = _checked_opset(options)
     progress = Progress(quiet=options.json)
-    found = inspect_model(
-        options.model,
-        precision=options.precision,
-        opset=opset,
-        progress=progress,
-        recipe=options.recipe,
-        imports=options.imports,
-        allow_classes=options.allow_classes,
-        inputs=options.inputs,
-        dims=options.dims,
-        state_key=options.state_key,
-    )
+    with stdout_for_result(options.json):
+        found = inspect_model(
+            options.model,
+            precision=options.precision,
+            opset=opset,
+            progress=progress,
+            recipe=options.recipe,
+            imports=options.imports,
+            allow_classes=options.allow_classes,
+            inputs=options.inputs,
+            dims=options.dims,
+            state_key=options.state_key,
+        )
     if options.json:
         print(json.dumps(found.to_json(), indent=1))
         return EXIT_OK

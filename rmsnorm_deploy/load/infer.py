@@ -41,6 +41,8 @@ def infer_inputs(model: torch.nn.Module, ranges: Ranges) -> tuple[call_inputs.Ca
     """
     parameters = call_inputs.signature(model)
     needed = call_inputs.required(parameters) or list(parameters.parameters)[:1]
+    if not needed:
+        raise InputError(f"forward{parameters} takes no inputs: there is nothing to run the exported model on")
     if len(needed) != 1:
         options = " ".join(f"--input '{n}=DTYPE[DIM,...]'" for n in needed)
         raise InputError(f"forward{parameters} takes inputs whose shapes are not in the file: give {options}")

@@ -141,7 +141,7 @@ def _load_huggingface(request: _Request) -> Source:
 def _load_recipe(request: _Request) -> Source:
     if request.recipe is not None:
         raise InputError(f"{request.path}: is a recipe itself: drop --recipe, or give the weights' file in its place")
-    request.recipe = load_recipe(request.path)
+    request.recipe = load_recipe(request.path, option="")
     model = request.recipe.build()
     request.notes.append(f"model and weights as {request.path.name} builds them")
     return _module_source(request, model)

@@ -41,6 +41,7 @@ def prepare_module(
         bind(signature(inner), args, dict(kwargs or {}))
     if isinstance(inner, torch.jit.ScriptModule):
         return copy.deepcopy(inner).eval(), [*notes, *_mode_note(inner)]
+    notes += _non_finite_note(inner)
     duplicate, more = structural_copy(inner)
     notes += more + _mode_note(inner)
     _unwrap_children(duplicate, notes)
@@ -159,6 +160,19 @@ def _mode_note(model: nn.Module) -> list[str]:
         return []
     count = f" ({len(training)} modules)" if len(training) > 1 else ""
     return [f"{training[0]} was in train mode{count}: eval() called on a copy"]
+
+
+def _non_finite_note(model: nn.Module) -> list[str]:
+    """Weights that hold NaN or infinity: they are exported as they are, and no comparison would show them."""
+    bad = []
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() and parameter.numel():
+                least, greatest = parameter.detach().aminmax()
+                if not (torch.isfinite(least) and torch.isfinite(greatest)):
+                    bad.append(name)
+    more = f" and {len(bad) - 6} more" if len(bad) > 6 else ""
+    return [f"NaN or infinity in the weights {', '.join(bad[:6])}{more}"] if bad else []
 
 
 def _check_values(model: nn.Module) -> None:
