@@ -20,7 +20,7 @@ from rmsnorm_deploy.parity.backends import BACKENDS, HeldBundle
 from rmsnorm_deploy.parity.extract import Graph, assemble
 from rmsnorm_deploy.parity.faults import Ward
 from rmsnorm_deploy.parity.judge import norm_budget
-from rmsnorm_deploy.parity.normcheck import judge_sites, open_checks, site_error, site_truth
+from rmsnorm_deploy.parity.normcheck import judge_sites, open_checks, run_norms, site_error, site_truth
 from rmsnorm_deploy.parity.onnx_file import read_model
 from rmsnorm_deploy.parity.patient import Patient
 from rmsnorm_deploy.parity.rows import NORMAL_ROWS, adversarial_rows, laid_out, split
@@ -79,7 +79,7 @@ def test_a_norm_that_reads_something_wrong_is_not_wrong_itself(llama: Any, tmp_p
         checks = open_checks(faulty, scratch)
         assert checks is not None
         cases = site_truth(faulty, checks.sites, samples, scratch)
-        errors = judge_sites(checks, PLAIN, cases)
+        errors = judge_sites(checks, run_norms(checks, PLAIN, cases))
     assert {error.rule for error in errors} == {"pass"}
     assert all(error.own_max is not None and error.own_max < 8 for error in errors)
     inherited = [error.error_max or 0.0 for error in errors]

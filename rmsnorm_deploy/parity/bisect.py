@@ -17,7 +17,15 @@ from rmsnorm_deploy.parity.backends import Backend
 from rmsnorm_deploy.parity.judge import judge
 from rmsnorm_deploy.parity.lone_norm import save_norm, save_span
 from rmsnorm_deploy.parity.norm_result import Finding, SiteError
-from rmsnorm_deploy.parity.normcheck import NormChecks, SiteCase, budget_of, by_site, judge_site, site_error
+from rmsnorm_deploy.parity.normcheck import (
+    NormChecks,
+    NormRuns,
+    SiteCase,
+    budget_of,
+    judge_sites,
+    run_norms,
+    site_error,
+)
 from rmsnorm_deploy.parity.result import FAIL, Budget
 from rmsnorm_deploy.parity.sites import Site
 from rmsnorm_deploy.parity.ulp import Array, UlpError
@@ -55,18 +63,17 @@ class Walk:
 
 
 def bisect(
-    checks: NormChecks, backend: Backend, case: SiteCase, budget: Budget | None, folder: Path | None = None
+    checks: NormChecks, runs: NormRuns, case: SiteCase, budget: Budget | None, folder: Path | None = None
 ) -> Finding:
-    """Name where ``backend`` first differs on ``case``; the norm or the span at fault is saved alone in ``folder``."""
-    alone = checks.isolated(backend)
-    runs = checks.running(backend, [case])
-    values: Mapping[str, Array] = {} if isinstance(runs, str) else runs[0]
-    owns = [] if isinstance(runs, str) else [checks.own(by_site(checks, values))]
-    errors = [judge_site(site, checks, backend, [case], alone, runs, owns) for site in checks.sites.sites]
-    walk = Walk(checks, backend, case, values, errors, budget)
+    """Name where the backend of ``runs`` first differs on ``case``, which need not be one of theirs; the norm or the
+    span at fault is saved alone in ``folder``."""
+    backend = runs.backend
+    here = runs.on(case) or run_norms(checks, backend, [case], runs.alone)
+    values: Mapping[str, Array] = {} if isinstance(here.values, str) else here.values[0]
+    walk = Walk(checks, backend, case, values, judge_sites(checks, here), budget)
     finding = _first(walk)
-    if finding is None and isinstance(runs, str):
-        return Finding(backend.name, "refused", f"{backend.title} does not run it: {runs}", case.sample.name)
+    if finding is None and isinstance(here.values, str):
+        return Finding(backend.name, "refused", f"{backend.title} does not run it: {here.values}", case.sample.name)
     if finding is None:
         finding = _after_the_last(walk)
     if folder is None:

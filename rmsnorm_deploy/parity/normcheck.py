@@ -239,34 +239,53 @@ def budget_of(site: Site) -> Budget:
     return norm_budget(site.dtype, width_of(site.record) or 1)
 
 
-def judge_sites(checks: NormChecks, backend: Backend, cases: Sequence[SiteCase]) -> list[SiteError]:
+@dataclass(frozen=True)
+class NormRuns:
+    """What one backend gives at the norms: each op alone, and in the running model on each case; or why it does not."""
+
+    backend: Backend
+    cases: Sequence[SiteCase]
+    alone: Own | str
+    values: list[dict[str, Array]] | str
+    owns: Sequence[Own]
+
+    def on(self, case: SiteCase) -> NormRuns | None:
+        """On one of its cases alone; None for another."""
+        place = next((number for number, known in enumerate(self.cases) if known is case), None)
+        if place is None:
+            return None
+        values = self.values if isinstance(self.values, str) else [self.values[place]]
+        return NormRuns(self.backend, [case], self.alone, values, self.owns[place : place + 1])
+
+
+def run_norms(
+    checks: NormChecks, backend: Backend, cases: Sequence[SiteCase], alone: Own | str | None = None
+) -> NormRuns:
+    """Run the ops alone, unless that is known, and the whole model on each case."""
+    alone = checks.isolated(backend) if alone is None else alone
+    values = checks.running(backend, cases)
+    owns = [] if isinstance(values, str) else [checks.own(by_site(checks, run)) for run in values]
+    return NormRuns(backend, cases, alone, values, owns)
+
+
+def judge_sites(checks: NormChecks, runs: NormRuns) -> list[SiteError]:
     """A verdict on every norm in one backend. What a norm inherits is told, and is not held against it."""
-    alone = checks.isolated(backend)
-    runs = checks.running(backend, cases)
-    owns = [] if isinstance(runs, str) else [checks.own(by_site(checks, run)) for run in runs]
-    return [judge_site(site, checks, backend, cases, alone, runs, owns) for site in checks.sites.sites]
+    return [_judge_site(site, checks, runs) for site in checks.sites.sites]
 
 
-def judge_site(
-    site: Site,
-    checks: NormChecks,
-    backend: Backend,
-    cases: Sequence[SiteCase],
-    alone: Own | str,
-    runs: list[dict[str, Array]] | str,
-    owns: Sequence[Own],
-) -> SiteError:
-    """The verdict on one norm from what its backend gave alone and in the running model."""
+def _judge_site(site: Site, checks: NormChecks, runs: NormRuns) -> SiteError:
+    place = runs.backend.name, site.name, site.depth, site.dtype
     if site.problem is not None:
-        return SiteError(backend.name, site.name, site.depth, site.dtype, FAIL, *site.problem)
-    pairs = [] if isinstance(runs, str) else [
+        return SiteError(*place, FAIL, *site.problem)
+    alone, owns = runs.alone, runs.owns
+    pairs = [] if isinstance(runs.values, str) else [
         (site_error(run[site.y], case.truth[site.y], site.dtype), case.before.get(site.y))
-        for run, case in zip(runs, cases, strict=True)
+        for run, case in zip(runs.values, runs.cases, strict=True)
         if site.y in run and site.y in case.truth
     ]  # fmt: skip
     verdict, rule, reason = _verdict(site, checks.rounding.get(site.depth), alone, owns)
     return SiteError(
-        backend.name, site.name, site.depth, site.dtype, verdict, rule, reason or None,
+        *place, verdict, rule, reason or None,
         *_figures(_worst([e for e, _ in pairs])),
         *_figures(_worst([own.errors[site.depth] for own in owns if site.depth in own.errors])),
         *_figures(alone.errors.get(site.depth) if isinstance(alone, Own) else None),

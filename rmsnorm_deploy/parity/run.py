@@ -13,7 +13,15 @@ from rmsnorm_deploy.parity.backends import Backend, HeldBundle, Runner, chosen, 
 from rmsnorm_deploy.parity.judge import budgets, judge
 from rmsnorm_deploy.parity.memory import give_back_memory
 from rmsnorm_deploy.parity.norm_result import Finding, SiteError
-from rmsnorm_deploy.parity.normcheck import NormChecks, SiteCase, judge_sites, open_checks, site_truth
+from rmsnorm_deploy.parity.normcheck import (
+    NormChecks,
+    NormRuns,
+    SiteCase,
+    judge_sites,
+    open_checks,
+    run_norms,
+    site_truth,
+)
 from rmsnorm_deploy.parity.oracle import BundleLike, Oracle, open_oracle
 from rmsnorm_deploy.parity.result import (
     FAIL,
@@ -151,12 +159,13 @@ def judge_prepared(
             else:
                 result, own = _judge_backend(bundle, backend, prepared.cases, limits, insist)
             if checks is not None and backend.shows_norms and result.verdict != NOT_RUN:
-                at_norms = judge_sites(checks, backend, prepared.sites)
+                runs = run_norms(checks, backend, prepared.sites)
+                at_norms = judge_sites(checks, runs)
                 result = _with_norms(result, at_norms)
                 sites += at_norms
                 if bisect or result.verdict == FAIL:
                     say(f"bisection on {backend.title}")
-                    findings += _bisected(checks, backend, result, prepared, limits, save_to)
+                    findings += _bisected(checks, runs, result, prepared, limits, save_to)
             results.append(result)
             measurements += own
     skipped = [record.skipped for record in prepared.records if record.skipped]
@@ -188,7 +197,7 @@ def _with_norms(result: BackendResult, sites: Sequence[SiteError]) -> BackendRes
 
 def _bisected(
     checks: NormChecks,
-    backend: Backend,
+    runs: NormRuns,
     result: BackendResult,
     prepared: Prepared,
     limits: dict[str, Budget],
@@ -205,7 +214,7 @@ def _bisected(
     cases = cases or prepared.sites
     if not cases:
         return []
-    return [bisect(checks, backend, cases[0], next(iter(limits.values()), None), save_to)]
+    return [bisect(checks, runs, cases[0], next(iter(limits.values()), None), save_to)]
 
 
 def _baseline(bundle: BundleLike) -> tuple[tuple[str, Runner] | None, str | None]:

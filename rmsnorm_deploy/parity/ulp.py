@@ -77,17 +77,26 @@ class UlpError:
 BIN_EDGES = (0.0, *(2.0**k for k in range(-2, 24)), math.inf)
 
 
+# of float64: where its exponent is, and what is added to it
+_EXPONENT_BITS, _EXPONENT_BIAS = 0x7FF0000000000000, 1023
+
+
 def ulp_size(value: Array64, dtype: str) -> Array64:
     """Spacing of ``dtype`` at each ``|value|`` (float64 in and out), down to the spacing of its subnormals."""
     form = FORMATS[dtype]
-    _, exponent = np.frexp(np.abs(value))
-    exponent = np.clip(np.where(value == 0, form.emin, exponent - 1), form.emin, form.emax)
-    return np.asarray(np.ldexp(1.0, exponent - (form.precision - 1)), dtype=np.float64)
+    binade = (np.asarray(value, dtype=np.float64).view(np.int64) & _EXPONENT_BITS).view(np.float64)
+    return np.asarray(np.clip(binade, 2.0**form.emin, 2.0**form.emax) * 2.0 ** (1 - form.precision), dtype=np.float64)
 
 
 def row_scale(truth: Array64) -> Array64:
     """Root mean square of the finite elements of each row, shaped to broadcast over ``truth``."""
-    axes = (-1,) if truth.ndim >= 2 else None
+    if truth.ndim < 2:
+        return row_scale(truth.reshape(1, -1)).reshape((1,) * truth.ndim)
+    axes = (-1,)
+    if truth.size and float(np.max(np.abs(truth))) < 1e140:  # no square overflows
+        squares = np.einsum("...i,...i->...", truth, truth)[..., np.newaxis]
+        if np.all(squares > 1e-280):  # and none has vanished
+            return np.asarray(np.sqrt(squares / truth.shape[-1]), dtype=np.float64)
     finite = np.isfinite(truth)
     safe = np.where(finite, truth, 0.0)
     peak = np.max(np.abs(safe), axis=axes, keepdims=True, initial=0.0)
@@ -166,12 +175,23 @@ def _inexact(got: Array64, truth: Array64, form: FloatFormat) -> UlpError:
         worst=worst,
         got=float(got[worst]),
         want=float(truth[worst]),
-        histogram=tuple(int(n) for n in np.histogram(error, bins=np.asarray(BIN_EDGES))[0]),
+        histogram=_counts(error),
     )
+
+
+def _counts(error: Array64) -> tuple[int, ...]:
+    """Elements by the bins of ``BIN_EDGES``, which are the octaves of floating point."""
+    octave = (np.ascontiguousarray(error).view(np.int64) >> 52) - _EXPONENT_BIAS
+    bins = np.clip(octave + 3, 0, len(BIN_EDGES) - 2)
+    return tuple(int(count) for count in np.bincount(bins.ravel(), minlength=len(BIN_EDGES) - 1))
 
 
 def _element_errors(got: Array64, truth: Array64, form: FloatFormat) -> tuple[Array64, npt.NDArray[np.bool_]]:
     """Error of each element in ULPs (infinite where mismatched), and where NaN or infinity is not the truth's."""
+    if max(_largest(got), _largest(truth)) < form.limit:  # nothing to clip, and nothing that is not a number
+        plain = np.abs(got - truth)
+        plain /= ulp_size(np.maximum(np.abs(truth), row_scale(truth)), form.name)
+        return plain, np.zeros(truth.shape, dtype=bool)
     known = np.isfinite(truth)
     inside = np.clip(truth, -form.limit, form.limit)
     seen = np.clip(got, -form.limit, form.limit) if math.isfinite(form.limit) else got
@@ -183,3 +203,9 @@ def _element_errors(got: Array64, truth: Array64, form: FloatFormat) -> tuple[Ar
         error = np.abs(seen - inside) / ulp_size(scale, form.name)
     error = np.where(known, error, 0.0)
     return np.where(mismatch, math.inf, error), mismatch
+
+
+def _largest(array: Array64) -> float:
+    """The largest absolute value, infinite if there is a NaN."""
+    top = float(np.max(np.abs(array), initial=0.0))
+    return math.inf if math.isnan(top) else top
