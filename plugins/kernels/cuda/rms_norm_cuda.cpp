@@ -34,7 +34,7 @@ rmsnorm_status refused(cudaError_t error) {
   return not_built ? RMSNORM_UNSUPPORTED : RMSNORM_DEVICE_ERROR;
 }
 
-// Drivers before 12.3 refuse such launches while a graph is captured.
+// CUDA graphs hold such launches since 12.3, and any launch may be captured in one.
 bool starts_early(const Device& device) {
   static const bool captured = [] {
     int version = 0;
