@@ -342,3 +342,16 @@ def test_a_weight_without_a_declared_type_is_not_understood(made: str) -> None:
 def test_a_cast_to_the_same_type_ends_a_norm_before_its_weight() -> None:
     proto, _ = fused(graph(NORM.replace("y = Mul(n, w)", "c = CastLike(n, x) y = Mul(c, w)")))
     assert op_types(proto) == ["RMSNorm"]
+
+
+def test_a_shape_that_onnx_does_not_infer_before_opset_14() -> None:
+    """The attention's reshapes as PyTorch's older exporter writes them, with a norm of heads and one behind them."""
+    body = (
+        "s = Shape(x) zero = Constant<value_int = 0>() b0 = Gather(s, zero) t = Gather(s, one1) "
+        "b1 = Unsqueeze(b0, first) t1 = Unsqueeze(t, first) h = Concat<axis = 0>(b1, t1, heads) v = Reshape(x, h) "
+        "sq = Mul(v, v) ms = ReduceMean<axes = [-1]>(sq) me = Add(ms, eps) rt = Sqrt(me) n = Div(v, rt) "
+        "f = Concat<axis = 0>(b1, t1, full) r = Reshape(n, f) g = MatMul(r, mat) a = Add(x, g) s2 = Mul(a, a) "
+        "m2 = ReduceMean<axes = [-1]>(s2) e2 = Add(m2, eps) r2 = Sqrt(e2) n2 = Div(a, r2) y = Mul(n2, w)"
+    )
+    more = "int64 one1 = {1}, int64[2] heads = {3, 4}, int64[1] full = {12}, float[12, 12] mat"
+    check(graph(body, opset=13, more=more), 2)

@@ -90,6 +90,19 @@ def test_a_claim_is_lost_where_nothing_can_be_inferred() -> None:
     assert list(values["t"].shape or ()) == [2, 3, D]
 
 
+def test_a_claimed_dimension_gives_way_to_an_invented_name() -> None:
+    model = _model(
+        weights=[numpy_helper.from_array(W, "w")], value_info=[_info("v", ["N", "S", 2, 4])], before=[
+            helper.make_node("Neg", ["shape_"], ["minus"]),
+            helper.make_node("Abs", ["minus"], ["shape"]),
+            helper.make_node("Reshape", ["x0", "shape"], ["v"]),
+        ],
+    )  # fmt: skip
+    model.graph.initializer.append(numpy_helper.from_array(np.array([2, 3, 2, 4]), "shape_"))
+    values = {value.name: value for node in read_onnx(model).graph for value in node.outputs}
+    assert [str(dim) for dim in values["v"].shape or ()] == ["N", "S", "2", "4"]
+
+
 @pytest.mark.parametrize("place", ["initializer", "constant", "coordinates"])
 def test_a_sparse_weight_is_lost(place: str, tmp_path: Path) -> None:
     indices = np.nonzero(W)[0]

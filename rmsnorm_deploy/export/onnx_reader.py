@@ -68,7 +68,18 @@ def _infer_anew(model: ir.Model) -> None:
     if unknown:
         infer_shapes(model)
     for value, (shape, _) in claims.items():
-        value.shape = shape if value.shape is None else value.shape
+        value.shape = _reconciled(value.shape, shape)
+
+
+def _reconciled(inferred: ir.Shape | None, claimed: ir.Shape | None) -> ir.Shape | None:
+    """What was inferred, with the claim's dimensions where inference could but invent a name."""
+    if inferred is None or claimed is None or len(inferred) != len(claimed):
+        return claimed if inferred is None else inferred
+    return ir.Shape([b if _is_invented(a) else a for a, b in zip(inferred, claimed, strict=True)])
+
+
+def _is_invented(dim: int | ir.SymbolicDim) -> bool:
+    return not isinstance(dim, int) and (dim.value is None or str(dim.value).startswith("unk__"))
 
 
 def _inner_values(model: ir.Model) -> Iterator[ir.Value]:

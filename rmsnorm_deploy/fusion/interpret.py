@@ -33,7 +33,7 @@ from rmsnorm_deploy.fusion.variance import mean_square_of_sum
 from rmsnorm_deploy.fusion.views import view
 from rmsnorm_deploy.opset import FLOAT_TYPES
 
-LARGEST_FLOAT = 3.4e38  # a clamp's upper bound that no float32 reaches
+LARGEST_FLOAT = 3.39e38  # a clamp's upper bound of so much is float32's greatest, as people write it
 
 
 class Interpreter:
@@ -508,9 +508,10 @@ class Interpreter:
         assert node.inputs[0] is not None
         m, target = self.of(node.inputs[0]), shape_of(node.outputs[0])
         if target is None:
-            sizes = self.constants.integers(node.inputs[1])
-            target = tuple(sizes) if sizes is not None and all(size > 0 for size in sizes) else None
-            self.lacks_shapes |= target is None and bool(m.statistics)
+            target = _known(self.constants.lifted(node.inputs[1]))  # what ONNX's own inference lacks before opset 14
+            if target is not None:
+                node.outputs[0].shape = ir.Shape(target)
+            self.lacks_shapes |= (target is None or None in target) and bool(m.statistics)
         if m.shape is None or target is None:
             return None
         axes = _ones_moved(m.shape, target)
