@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.errors import DeployError, InputError
 
 MANIFEST = "manifest.json"  # what makes a folder a bundle
 
@@ -62,7 +62,8 @@ def new_bundle(path: Path, *, replace: bool) -> Iterator[Path]:
         try:
             partial = holder / place.name
             partial.mkdir()
-            yield partial
+            with _named(partial, path):
+                yield partial
             _take_place(partial, place, holder / "replaced", replace)
         finally:
             shutil.rmtree(holder, ignore_errors=True)
@@ -70,6 +71,17 @@ def new_bundle(path: Path, *, replace: bool) -> Iterator[Path]:
                 _remove_empty(parents)
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def _named(partial: Path, path: Path) -> Iterator[None]:
+    """A refusal on the way names the place that was asked for, not the hidden folder that is written first."""
+    try:
+        yield
+    except DeployError as error:
+        if str(partial) not in str(error):
+            raise
+        raise type(error)(str(error).replace(str(partial), str(path))) from error
 
 
 def _take_place(partial: Path, place: Path, aside: Path, replace: bool) -> None:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from rmsnorm_deploy import export_model
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.load import Source, load_source, prepare_module, to_cpu
 from rmsnorm_deploy.load.advice import advice
@@ -1038,3 +1039,20 @@ def test_import_of_the_package_stays_light() -> None:
         "import sys, rmsnorm_deploy, rmsnorm_deploy.export.cli; assert 'torch' not in sys.modules, 'torch is imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_a_transformers_model_is_exported_without_its_cache_and_left_with_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes)
+    ).eval()
+    ids = torch.randint(0, 50, (2, 5))
+    bundle = export_model(model, (ids,), out_dir=tmp_path / "llama.bundle")
+    assert any("use_cache turned off" in note for note in bundle.manifest["notes"])
+    assert model.config.use_cache is True
+    with torch.no_grad():
+        expected = copy.deepcopy(model).double()(ids).logits.float()
+    for backend in ("onnxruntime", "pytorch"):
+        (logits,) = bundle.session(backend)(ids)
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rmsnorm_deploy import export_model
-from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.errors import BackendUnavailable, InputError
 from rmsnorm_deploy.place import MANIFEST, check_place, new_bundle
 
 
@@ -74,6 +74,16 @@ def test_an_old_bundle_survives_a_replacement_that_fails_at_the_last_step(
     with pytest.raises(KeyboardInterrupt):
         fill(tmp_path / "b", "new", replace=True)
     assert text_at(tmp_path / "b") == "old"
+
+
+def test_a_refusal_names_the_place_that_was_asked_for(tmp_path: Path) -> None:
+    def refuse() -> None:
+        (holder,) = tmp_path.iterdir()
+        raise BackendUnavailable(f"cannot write {holder}/b/report.html: No space left on device")
+
+    with pytest.raises(BackendUnavailable) as caught:
+        fill(tmp_path / "b", "half", meanwhile=refuse)
+    assert str(caught.value) == f"cannot write {tmp_path}/b/report.html: No space left on device"
 
 
 def test_an_empty_folder_and_a_link_to_one_are_filled(tmp_path: Path) -> None:

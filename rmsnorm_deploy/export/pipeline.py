@@ -83,9 +83,14 @@ def export_model(
     source = _source(model, tuple(args), dict(kwargs or {}), dynamic_shapes)
     options = Options(Path(out_dir), precision, opset, (), check, benchmark, force)
     bundle = run(source, options, lambda stage: nullcontext())
-    if isinstance(model, torch.nn.Module) and precision == "keep":
+    if isinstance(model, torch.nn.Module) and precision == "keep" and _caches(model) == _caches(source.model):
         bundle.eager = model
     return bundle
+
+
+def _caches(model: torch.nn.Module) -> bool:
+    """Whether a transformers model returns its key-value cache too."""
+    return getattr(getattr(model, "config", None), "use_cache", False) is True
 
 
 def _source(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> Source:

@@ -45,7 +45,25 @@ def prepare_module(
     duplicate, more = structural_copy(inner)
     notes += more + _mode_note(inner)
     _unwrap_children(duplicate, notes)
+    notes += _without_cache(duplicate, inner)
     return duplicate.eval(), notes
+
+
+def _without_cache(duplicate: nn.Module, original: nn.Module) -> list[str]:
+    """Turn off the key-value cache that a transformers model would return beside its outputs, and say so.
+
+    Only where the copy has a config of its own: the original's is left as it is.
+    """
+    theirs = {id(config) for config in _configs(original)}
+    caching = [config for config in _configs(duplicate) if id(config) not in theirs and config.use_cache is True]
+    for config in caching:
+        config.use_cache = False
+    return ["use_cache turned off on a copy: a key-value cache is no output of the exported model"] if caching else []
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    found = [getattr(module, "config", None) for module in model.modules()]
+    return list({id(config): config for config in found if hasattr(config, "use_cache")}.values())
 
 
 def to_cpu(value: Any) -> Any:
