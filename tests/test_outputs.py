@@ -47,6 +47,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         y = self.norm(x)
+        y += 0  # written in place, as models do
         return RETURNS[self.returns](y, y.sum(-1))
 
 

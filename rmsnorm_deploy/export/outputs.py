@@ -49,6 +49,7 @@ def with_plain_outputs(program: torch.export.ExportedProgram) -> torch.export.Ex
         module_call_graph=[replace(whole, signature=replace(whole.signature, out_spec=plain)), *parts],
         example_inputs=program.example_inputs,
         constants=program.constants,
+        verifiers=list(program.verifiers),  # a program that was not decomposed yet may write in place
     )
 
 
