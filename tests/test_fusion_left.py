@@ -43,9 +43,8 @@ DECOYS = {
         "y = Mul(n, w)", "in float64 it differs"),
     "guard that changes small rows": (MEAN + "rt = Sqrt(ms) q = Less(rt, three) f = Where(q, one, rt) n = Div(x, f) "
         "y = Mul(n, w)", "in float64 it differs"),
-    "variance and another mean": (CENTRE + "sq = Mul(c, c) va = ReduceMean(sq, last) z = Neg(x) a = Abs(z) "
-        "t = ReduceMean(a, last) m2 = Mul(t, t) ms = Add(va, m2) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) "
-        "y = Mul(n, w)", NOTHING),
+    "variance and squared mean, NaN where a row has infinity": (CENTRE + "sq = Mul(c, c) va = ReduceMean(sq, last) "
+        "m2 = Mul(mu, mu) ms = Add(va, m2) me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)", NOTHING),
     "statistic of a view of other rows": ("v = Reshape(x, rows) sq = Mul(v, v) ms = ReduceMean<keepdims = 0>(sq, last) "
         "me = Add(ms, eps) rt = Sqrt(me) s = Shape<end = 2>(x) r = Reshape(rt, s) u = Unsqueeze(r, last) z = Relu(x) "
         "n = Div(z, u) y = Mul(n, w)", OTHER),

@@ -7,8 +7,6 @@ from fusion_graphs import check, graph
 
 MEAN = "sq = Mul(x, x) ms = ReduceMean(sq, last) "
 ROOT = MEAN + "me = Add(ms, eps) rt = Sqrt(me) "
-VARIANCE = "mu = ReduceMean(x, last) c = Sub(x, mu) sq = Mul(c, c) va = ReduceMean(sq, last) "
-
 SPELLINGS = {
     "div": ROOT + "n = Div(x, rt) y = Mul(n, w)",
     "weight first": ROOT + "n = Div(x, rt) y = Mul(w, n)",
@@ -84,10 +82,6 @@ SPELLINGS = {
     "y = Mul(n, w)",
     "divided by an exponential": MEAN + "me = Add(ms, eps) l = Log(me) h = Mul(half, l) rt = Exp(h) n = Div(x, rt) "
     "y = Mul(n, w)",
-    "variance and squared mean": VARIANCE + "m2 = Mul(mu, mu) ms = Add(va, m2) me = Add(ms, eps) rt = Sqrt(me) "
-    "n = Div(x, rt) y = Mul(n, w)",
-    "squared sum and variance": VARIANCE + "t = ReduceSum(x, last) a = Div(t, d) a2 = Pow(a, two) ms = Add(a2, va) "
-    "me = Add(ms, eps) rt = Sqrt(me) n = Div(x, rt) y = Mul(n, w)",
     "statistic of a view": "v = Reshape(x, rows) sq = Mul(v, v) ms = ReduceMean<keepdims = 0>(sq, last) "
     "me = Add(ms, eps) rt = Sqrt(me) s = Shape<end = 2>(x) one1 = Constant<value_ints = [1]>() "
     "t = Concat<axis = 0>(s, one1) back = Reshape(rt, t) n = Div(x, back) y = Mul(n, w)",

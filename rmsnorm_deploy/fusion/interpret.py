@@ -29,7 +29,6 @@ from rmsnorm_deploy.fusion.meaning import (
 )
 from rmsnorm_deploy.fusion.numbering import Numbering
 from rmsnorm_deploy.fusion.values import dtype_of, holds_only, is_float_value, shape_of, widest_source
-from rmsnorm_deploy.fusion.variance import mean_square_of_sum
 from rmsnorm_deploy.fusion.views import view
 from rmsnorm_deploy.opset import FLOAT_TYPES
 
@@ -191,8 +190,7 @@ class Interpreter:
     # -- the constant that keeps a norm away from zero
 
     def _add(self, node: ir.Node) -> Meaning | None:
-        shifted = self._with_constant(node, self._shifted)
-        return mean_square_of_sum(self, node) if shifted is None and len(node.inputs) == 2 else shifted
+        return self._with_constant(node, self._shifted)
 
     def _sub(self, node: ir.Node) -> Meaning | None:
         amount = self.constants.scalar(node.inputs[1])

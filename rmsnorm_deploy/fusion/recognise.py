@@ -19,7 +19,6 @@ from rmsnorm_deploy.fusion.constants import Constants
 from rmsnorm_deploy.fusion.interpret import Interpreter
 from rmsnorm_deploy.fusion.meaning import BROADCAST, Atom, Layout, Meaning, Shape, resolve
 from rmsnorm_deploy.fusion.values import dtype_of, is_wider, shape_of
-from rmsnorm_deploy.fusion.variance import centred
 from rmsnorm_deploy.opset import FLOAT_TYPES
 
 OTHER_AXES = "the statistic lines up with other axes than those it was taken over"
@@ -155,10 +154,10 @@ class _Matcher:
 
     def _is_layer_norm(self, statistic: Atom, squared: Meaning) -> bool:
         """Whether a row's deviations from its mean were squared, and are what is divided, computed twice or not."""
-        if not any(centred(value, self.interpreter) is not None for value in self._carriers(statistic, squared)):
+        if not any(_is_centred(value, self.interpreter) for value in self._carriers(statistic, squared)):
             return False
         divided = [atom.value for atom, _ in self.meaning.factors if atom.value is not None]
-        return any(centred(value, self.interpreter) is not None for value in divided)
+        return any(_is_centred(value, self.interpreter) for value in divided)
 
     def _carriers(self, statistic: Atom, meaning: Meaning) -> list[ir.Value]:
         """Values that mean what was squared, the one that was squared first."""
@@ -257,6 +256,25 @@ def _are_last(axes: tuple[int, ...], rank: int) -> bool:
 
 def _agree(a: Shape, b: Shape) -> bool:
     return len(a) == len(b) and all(x == y or x is None or y is None for x, y in zip(a, b, strict=True))
+
+
+def _is_centred(root: ir.Value, interpreter: Interpreter) -> bool:
+    """Whether the root is ``x - mean(x)``."""
+    node = _through(root, ("Cast", "CastLike", "Identity"))
+    if node is None or node.op_type != "Sub" or node.inputs[0] is None or node.inputs[1] is None:
+        return False
+    mean = _through(node.inputs[1], ("Cast", "CastLike", "Identity", "Expand", "Unsqueeze", "Reshape"))
+    if mean is None or mean.op_type != "ReduceMean" or mean.inputs[0] is None:
+        return False
+    return interpreter.of(mean.inputs[0]).key == interpreter.of(node.inputs[0]).key
+
+
+def _through(value: ir.Value, op_types: tuple[str, ...]) -> ir.Node | None:
+    """The node behind a value, looking through unary nodes of the given types."""
+    node = value.producer()
+    while node is not None and node.op_type in op_types:
+        node = node.inputs[0].producer() if node.inputs[0] is not None else None
+    return node
 
 
 def _last_of_each_chain(matches: dict[ir.Value, Candidate], constants: Constants) -> list[Candidate]:
