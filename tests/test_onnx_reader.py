@@ -13,6 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from rmsnorm_deploy import export_model
 from rmsnorm_deploy.export.onnx_reader import read_onnx
+from rmsnorm_deploy.parity import run_parity
 
 D = 8
 X = np.random.default_rng(1).normal(size=(2, 3, D)).astype(np.float32)
@@ -146,6 +147,7 @@ def test_a_default_among_the_inputs_must_be_fed(tmp_path: Path) -> None:
     model.graph.input.append(_info("w", [D]))
     bundle = export_model(model, out_dir=tmp_path / "b")
     np.testing.assert_allclose(bundle.session("onnxruntime").run({"x0": X})["y"], _truth(), rtol=1e-5, atol=1e-6)
+    assert run_parity(bundle, backends=["onnxruntime"]).ok
     session = onnxruntime.InferenceSession(str(tmp_path / "b" / "model.onnx"), providers=["CPUExecutionProvider"])
     given = session.run(None, {"x0": X, "w": W + 1})[0]
     np.testing.assert_allclose(given, _truth(W.astype(np.float64) + 1), rtol=1e-5, atol=1e-6)

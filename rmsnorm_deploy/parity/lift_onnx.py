@@ -73,7 +73,8 @@ class OnnxProgram:
         # an attribute of a call may be a float32 constant of the body: only in place can it be lifted
         ir.passes.common.InlinePass()(model)
         ir.external_data.set_base_dir(model.graph, path.parent)
-        self.inputs = [str(value.name) for value in model.graph.inputs]
+        # an input that is an initializer too has a default, which a call leaves in place
+        self.inputs = [str(value.name) for value in model.graph.inputs if not value.is_initializer()]
         self.outputs = [str(value.name) for value in model.graph.outputs]
         arrays = lift(model)
         proto = ir.to_proto(model)
