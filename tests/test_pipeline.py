@@ -157,6 +157,26 @@ def test_torchscript_is_frozen_at_the_size_of_the_example(tmp_path: Path) -> Non
     np.testing.assert_allclose(bundle.session("onnxruntime")(more)[0], truth(block, more), rtol=1e-4, atol=1e-5)
 
 
+def test_an_epsilon_of_a_float64_model_is_rounded_to_float32(tmp_path: Path) -> None:
+    class Double(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.RMSNorm(WIDTH, eps=1e-6).double()
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.norm(x), x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3) * 0.1
+
+    x = torch.randn(4, WIDTH, dtype=torch.float64) * 1e-4
+    bundle = export_model(Double().eval(), (x,), out_dir=tmp_path / "b")
+    wide = x.numpy()
+    mean = (wide * wide).mean(-1, keepdims=True)
+    for got, expected in zip(
+        bundle.session("onnxruntime")(x), (wide / np.sqrt(mean + 1e-6), wide / np.sqrt(mean + 1e-3) * 0.1), strict=True
+    ):
+        np.testing.assert_allclose(got.numpy(), expected, rtol=1e-14)
+    assert [record.epsilon for record in bundle.norms] == [1e-6, 1e-3]
+
+
 def test_frozen_torchscript_has_no_mode(tmp_path: Path) -> None:
     block, x = Block().eval(), torch.randn(2, 3, WIDTH)
     frozen = torch.jit.freeze(torch.jit.script(block))

@@ -2,6 +2,8 @@
 
 - Sparse weights become dense: the graph's classes have no sparse ones, and no kernel here does.
 - ``ai.onnx`` is the long name of the standard domain: written as the short one.
+- Functions of the file are written out, since norms are looked for inside them: the model before and after fusing has
+  the same names then.
 - Large constants that are nodes become initializers, so that they are stored once, with the other weights.
 - What a file says of its inner values is only a claim, and some claims are wrong; runtimes go by inference. Shapes are
   inferred anew, and a claim is kept where nothing can be inferred.
@@ -21,7 +23,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.export.quiet import reason
 from rmsnorm_deploy.export.weights import INLINE_TENSOR
-from rmsnorm_deploy.fusion.imports import infer_shapes
+from rmsnorm_deploy.fusion.imports import infer_shapes, inline_functions
 
 _LONG_NAME = "ai.onnx"
 
@@ -46,6 +48,7 @@ def read_onnx(source: Path | onnx.ModelProto) -> ir.Model:
         name = source if isinstance(source, Path) else f"the ONNX model '{source.graph.name}'"
         raise InputError(f"{name} can't be read as ONNX: {reason(error)}") from error
     _shorten_domain(model)
+    inline_functions(model)
     LiftConstantsToInitializersPass(size_limit=INLINE_TENSOR)(model)
     _infer_anew(model)
     return model

@@ -26,6 +26,7 @@ from rmsnorm_deploy.export.naming import (
 )
 from rmsnorm_deploy.export.outputs import with_plain_outputs
 from rmsnorm_deploy.export.quiet import reason, silence
+from rmsnorm_deploy.export.scalars import restore_scalars
 from rmsnorm_deploy.export.straighten import straighten
 from rmsnorm_deploy.export.traced import Traced
 from rmsnorm_deploy.export.weights import merge_tied
@@ -171,6 +172,8 @@ def _from_program(program: torch.export.ExportedProgram, source: Source, opset: 
     if got != opset:
         raise InputError(f"opset {opset} was asked for and PyTorch's exporter wrote {got}: give --opset {got}")
     merge_tied(model)
+    if exported.exported_program is not None:
+        restore_scalars(model, exported.exported_program)
     lower(model)
     _set_traces_aside(model)
     parameters = _parameters(program, source)

@@ -22,7 +22,7 @@ from rmsnorm_deploy.fusion.records import LeftRecord, NormRecord, location_of, m
 from rmsnorm_deploy.fusion.region import CannotProveError, extract
 from rmsnorm_deploy.fusion.rewrite import Rewriter, attach_functions, can_fold, take_residual_adds, variant_of
 from rmsnorm_deploy.fusion.values import shape_of
-from rmsnorm_deploy.opset import MIN_OPSET, Signature, Variant, can_share_body, is_fused_op
+from rmsnorm_deploy.opset import MIN_OPSET, Signature, Variant, can_share_body, is_fused_op, split_epsilon
 
 
 @dataclass
@@ -220,8 +220,11 @@ def _record(node: ir.Node, proof: Proof | None, source: ir.Node | None) -> NormR
 
 
 def _readable(epsilon: float, low: float) -> float:
-    """The decimal that a person wrote: the shortest that rounds to the same float32, or the exact sum."""
-    return epsilon + low if low else float(str(np.float32(epsilon)))
+    """The decimal that a person wrote: the shortest that rounds to the same attributes, or else their sum."""
+    if not low:
+        return float(str(np.float32(epsilon)))
+    written = float(f"{epsilon + low:.14g}")
+    return written if split_epsilon(written) == (epsilon, low) else epsilon + low
 
 
 def _name_of(dtype: ir.DataType | None) -> str:

@@ -22,8 +22,7 @@ def import_graph(model: ir.Model) -> None:
     """All of the above; no value of the model changes."""
     if model.ir_version < _FIRST_WITH_DEFAULTS:
         RemoveInitializersFromInputsPass()(model)
-    if any(key[0] != DOMAIN for key in model.functions):
-        InlinePass(lambda function: function.domain != DOMAIN)(model)
+    inline_functions(model)
     for node in list(model.graph.all_nodes()):
         if node.domain == DOMAIN:
             _restore_attributes(node)
@@ -33,6 +32,12 @@ def import_graph(model: ir.Model) -> None:
             _resolve_cast(node)
     if not any(node.domain == _ORT_DOMAIN for node in model.graph.all_nodes()):
         model.opset_imports.pop(_ORT_DOMAIN, None)
+
+
+def inline_functions(model: ir.Model) -> None:
+    """Write out all functions but this package's own."""
+    if any(key[0] != DOMAIN for key in model.functions):
+        InlinePass(lambda function: function.domain != DOMAIN)(model)
 
 
 def infer_shapes(model: ir.Model) -> bool:
