@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -19,10 +20,11 @@ from parity_fakes import Block, FakeBundle, TokenModel, edit_model, make_bundle,
 
 from rmsnorm_deploy import export_model
 from rmsnorm_deploy.errors import BackendUnavailable, InputError
-from rmsnorm_deploy.parity import ParityReport, Sample, run_parity
+from rmsnorm_deploy.parity import ParityReport, Sample, make_samples, run_parity
 from rmsnorm_deploy.parity.__main__ import main
-from rmsnorm_deploy.parity.backends import open_on
+from rmsnorm_deploy.parity.backends import BACKENDS, open_on
 from rmsnorm_deploy.parity.judge import as_exact_as_unfused, budget_for, judge
+from rmsnorm_deploy.parity.scratch import Scratch, open_backend
 from rmsnorm_deploy.parity.ulp import UlpError
 from rmsnorm_deploy.report.view import verdict
 from rmsnorm_deploy.runtime.tensors import to_numpy
@@ -519,6 +521,22 @@ def test_the_evaluator_has_a_layer_norm_that_is_right_in_half_precision(tmp_path
     )
     report = run_parity(bundle, backends=["onnx-reference"], samples=[huge])
     assert report.backend("onnx-reference").verdict == "pass"
+
+
+def test_the_evaluator_shows_values_inside_a_model_whose_weights_lie_elsewhere(tmp_path: Path) -> None:
+    bundle = build(tmp_path / "b", "block", torch.bfloat16)
+    sample = make_samples(bundle.manifest)[0]
+    want = open_on(bundle, BACKENDS["onnx-reference"]).run(sample.feeds)
+    model = onnx.load(bundle.model_path)
+    onnx.save_model(model, bundle.model_path, save_as_external_data=True, location="w.data", size_threshold=16)
+    inner = next(node.output[0] for node in model.graph.node if node.op_type == "ReduceMean")
+    with Scratch() as scratch:
+        file = scratch.tapped(bundle.model_path, bundle.manifest, {inner: "float32"})
+        assert file.weights
+        got = open_backend(file, BACKENDS["onnx-reference"]).run(sample.feeds)
+    assert got[inner].shape[-1] == 1
+    for name, array in want.items():
+        np.testing.assert_array_equal(got[name], array)
 
 
 def numpy_of(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
@@ -50,9 +51,9 @@ class EvaluatorSession(Session):
                 f"a model of {size / 1e6:.0f} MB takes the onnx package's evaluator long; to run it all the same: "
                 + ASK_EVALUATOR
             )
-        read_model(bundle.model_path)
+        model = read_model(bundle.model_path)
         try:
-            self._evaluator = _evaluator(str(bundle.model_path), weights or {})
+            self._evaluator = _evaluator(model if weights else str(bundle.model_path), weights or {})
         except _PROBLEMS as error:
             raise BackendUnavailable(f"the onnx package's evaluator cannot load it: {one_line(error)}") from error
 
@@ -69,12 +70,14 @@ class EvaluatorSession(Session):
         return [to_torch(np.asarray(value)) for value in values]
 
 
-def _evaluator(path: str, weights: Mapping[str, Array]) -> ReferenceEvaluator:
+def _evaluator(model: onnx.ModelProto | str, weights: Mapping[str, Array]) -> ReferenceEvaluator:
+    """Of a model by its path, or of one whose external weights are given: a path's must lie beside it."""
+
     class Evaluator(ReferenceEvaluator):
-        def retrieve_external_data(self, initializer: Any) -> Array:
+        def retrieve_external_data(self, initializer: onnx.TensorProto) -> Array:
             return weights[initializer.name] if weights else super().retrieve_external_data(initializer)
 
-    return Evaluator(path, new_ops=[*OWN_OPERATORS, MatMul])
+    return Evaluator(model, new_ops=[*OWN_OPERATORS, MatMul])
 
 
 class MatMul(OpRun):

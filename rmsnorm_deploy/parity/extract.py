@@ -169,8 +169,9 @@ def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProt
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     there = {value.name for value in copy.graph.output}
+    inputs = {value.name: value for value in copy.graph.input}  # one that is given back keeps its type
     for name in names:
         if name not in there:
             there.add(name)
-            copy.graph.output.append(onnx.ValueInfoProto(name=name))
+            copy.graph.output.append(inputs.get(name) or onnx.ValueInfoProto(name=name))
     return copy
