@@ -164,3 +164,19 @@ def test_a_norm_of_onnx_runtime_whose_second_output_is_used(tmp_path: Path) -> N
     expected = 1 / np.sqrt((X.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-5)
     np.testing.assert_allclose(inverse, expected, rtol=1e-5)
     np.testing.assert_allclose(y, X * expected * W, rtol=1e-5, atol=1e-6)
+
+
+def test_a_quantized_weight_beside_an_input_that_is_normed_has_no_float64_truth(tmp_path: Path) -> None:
+    levels = np.arange(1, D + 1, dtype=np.int8)
+    model = _model(before=[helper.make_node("DequantizeLinear", ["levels", "step", "zero"], ["w"])])
+    model.graph.initializer.extend([
+        numpy_helper.from_array(levels, "levels"),
+        numpy_helper.from_array(np.full((), 0.125, np.float32), "step"),
+        numpy_helper.from_array(np.zeros((), np.int8), "zero"),
+    ])  # fmt: skip
+    model.graph.node.remove(next(node for node in model.graph.node if node.op_type == "Relu"))
+    for node in model.graph.node:
+        node.input[:] = ["x0" if name == "x" else name for name in node.input]
+    bundle = export_model(model, out_dir=tmp_path / "b")
+    assert len(bundle.norms) == 1
+    assert run_parity(bundle, backends=["onnxruntime"]).ok
