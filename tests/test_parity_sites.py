@@ -11,9 +11,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import torch
 from onnx import TensorProto, helper
 from parity_bundles import bundle, few_samples, norms_of_the_model
 
+from rmsnorm_deploy import export_model
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity import ParityReport, run_parity
 from rmsnorm_deploy.parity.backends import BACKENDS, HeldBundle
@@ -305,3 +307,14 @@ def test_what_is_read_of_a_model_leaves_it_as_it_was(llama: Any) -> None:
         checks.isolated(PLAIN)
     assert llama.model_path.read_bytes() == before
     assert [v.name for v in read_model(llama.model_path).graph.output] == ["logits"]
+
+
+def test_rows_for_a_norm_over_channels_lie_along_the_channels(tmp_path: Path) -> None:
+    class PixelNorm(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x / torch.sqrt(torch.mean(x**2, dim=1, keepdim=True) + 1e-5)
+
+    bundle = export_model(PixelNorm(), (torch.randn(2, 6, 4, 5),), out_dir=tmp_path / "b")
+    assert "Transpose" in [node.op_type for node in onnx.load(bundle.model_path).graph.node]
+    result = run_parity(bundle, backends=["onnxruntime", "onnx-reference"])
+    assert result.ok, result.headline

@@ -313,7 +313,8 @@ def _rows(site: Site, seed: int) -> dict[str, Array]:
     record = site.record
     rows = adversarial_rows(width_of(record) or 1, site.dtype, record["epsilon"], record["epsilon_mode"], seed)
     placed = laid_out(rows, list(record["shape"]), record["axis"])
-    inputs = dict(zip(site.addends, split(placed, seed), strict=True)) if site.addends else {site.x: placed}
+    x = placed if site.order is None else np.transpose(placed, np.argsort(site.order))
+    inputs = dict(zip(site.addends, split(placed, seed), strict=True)) if site.addends else {site.x: x}
     if site.activation:
         scale = np.random.default_rng(seed).uniform(0.5, 1.5, placed.shape[record["axis"] :])
         inputs[site.activation] = scale.astype(adversarial_rows(1, site.dtype_of(site.activation), 1.0, "inside").dtype)

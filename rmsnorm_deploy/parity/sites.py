@@ -7,7 +7,7 @@ truth, by name, in the other.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx
@@ -35,6 +35,7 @@ class Site:
         y: the result.
         activation: the scale where it is computed by the model.
         problem: (rule, sentence) when the op is not there, or does not read what the model's own norm reads.
+        order: which axis of x each axis of the op's own input is, where fusing put a transpose in front of it.
     """
 
     record: Mapping[str, Any]
@@ -44,6 +45,7 @@ class Site:
     addends: tuple[str, ...] = ()
     activation: str | None = None
     problem: tuple[str, str] | None = None
+    order: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -132,7 +134,20 @@ def _site(record: Mapping[str, Any], depth: int, model: Graph, reference: Graph)
         return Site(record, depth, "", "", problem=("norm-wiring", f"{node.name} is tied to values of its own"))
     addends = (str(read[0]), str(read[1])) if skip else ()
     site = Site(record, depth, x, y, addends, activation)
-    return Site(record, depth, x, y, addends, activation, _wiring(site, reference))
+    order = None if skip else _order(node.input[0], x, model)
+    return replace(site, problem=_wiring(site, reference), order=order)
+
+
+def _order(name: str, x: str, model: Graph) -> tuple[int, ...] | None:
+    """The axes of ``x`` as ``name``, the same value behind transposes, has them; None without any."""
+    order: tuple[int, ...] | None = None
+    while name != x:
+        node = model.producers[name]
+        if node.op_type == "Transpose":
+            axes = next(tuple(attribute.ints) for attribute in node.attribute if attribute.name == "perm")
+            order = axes if order is None else tuple(axes[axis] for axis in order)
+        name = node.input[0]
+    return order
 
 
 def _shared_before(name: str, model: Graph, reference: Graph) -> str | None:
