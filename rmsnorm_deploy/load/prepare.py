@@ -16,6 +16,7 @@ from torch import nn
 
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.load.inputs import bind, signature
+from rmsnorm_deploy.load.parametrized import write_out
 
 _COMPILED = "_orig_mod"
 
@@ -46,7 +47,8 @@ def prepare_module(
     notes += more + _mode_note(inner)
     _unwrap_children(duplicate, notes)
     notes += _without_cache(duplicate, inner)
-    return duplicate.eval(), notes
+    duplicate.eval()
+    return duplicate, notes + write_out(duplicate)
 
 
 def _without_cache(duplicate: nn.Module, original: nn.Module) -> list[str]:
