@@ -12,6 +12,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from rmsnorm_deploy import export_model
+from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.export.onnx_reader import read_onnx
 from rmsnorm_deploy.parity import run_parity
 
@@ -180,3 +181,32 @@ def test_a_quantized_weight_beside_an_input_that_is_normed_has_no_float64_truth(
     bundle = export_model(model, out_dir=tmp_path / "b")
     assert len(bundle.norms) == 1
     assert run_parity(bundle, backends=["onnxruntime"]).ok
+
+
+def test_a_sequence_is_taken_for_a_tensor(tmp_path: Path) -> None:
+    model = _model(weights=[numpy_helper.from_array(W, "w")])
+    model.graph.node[-1].output[0] = "n"
+    model.graph.node.extend([
+        helper.make_node("SequenceConstruct", ["n", "x"], ["s"]),
+        helper.make_node("Identity", ["s"], ["s2"]),
+        helper.make_node("SequenceAt", ["s2", "zero"], ["y"]),
+    ])  # fmt: skip
+    model.graph.initializer.append(numpy_helper.from_array(np.array(0), "zero"))
+    _check(model, tmp_path / "b", _truth())
+
+
+def test_an_input_without_a_rank_is_not_named(tmp_path: Path) -> None:
+    model = _model(weights=[numpy_helper.from_array(W, "w")])
+    model.graph.input[0].type.tensor_type.ClearField("shape")
+    with pytest.raises(InputError, match="input 'x0' says nothing of its shape"):
+        export_model(model, out_dir=tmp_path / "b")
+
+
+def test_a_source_that_onnx_finds_invalid_and_runtimes_take_is_refused(tmp_path: Path) -> None:
+    model = _model(weights=[numpy_helper.from_array(W, "w")])
+    model.graph.node.append(helper.make_node("SimplifiedLayerNormalization", ["y", "w"], ["z", "i"], axis=-1))
+    for name in ("z", "i"):
+        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
+    del model.graph.output[1]
+    bundle = export_model(model, out_dir=tmp_path / "b")
+    assert any("no valid ONNX" in note for note in bundle.manifest["notes"])

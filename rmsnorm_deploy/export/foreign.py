@@ -24,7 +24,7 @@ def from_onnx(path: Path | ir.Model, source: Source) -> Traced:
     """An ONNX file, or a model in memory; weights of a file stay on disk.
 
     Raises:
-        InputError: it can't be read.
+        InputError: it can't be read, or an input has no rank.
     """
     model = path if isinstance(path, ir.Model) else read_onnx(path)
     if model.ir_version < 4:
@@ -32,6 +32,10 @@ def from_onnx(path: Path | ir.Model, source: Source) -> Traced:
         kept = [v for v in model.graph.inputs if not v.is_initializer()]
         model.graph.inputs.clear()
         model.graph.inputs.extend(kept)
+    ranked = {value.name: value.shape is not None for value in model.graph.inputs}
+    if not all(ranked.values()):
+        name = next(name for name, known in ranked.items() if not known)
+        raise InputError(f"input '{name}' says nothing of its shape, not even its rank: write it into the file")
     merge_tied(model)
     traced = Traced(model, None, [], high=vocabularies(model))
     for value in model.graph.inputs:

@@ -86,9 +86,11 @@ def _is_invented(dim: int | ir.SymbolicDim) -> bool:
 
 
 def _inner_values(model: ir.Model) -> Iterator[ir.Value]:
-    """What nodes yield and no graph's output is: an output's shape is part of the model's interface."""
+    """Tensors that nodes yield and no graph's output is: an output's shape is part of the model's interface."""
     for node in model.graph.all_nodes():
-        yield from (value for value in node.outputs if not value.is_graph_output())
+        for value in node.outputs:
+            if not value.is_graph_output() and (value.type is None or isinstance(value.type, ir.TensorType)):
+                yield value
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

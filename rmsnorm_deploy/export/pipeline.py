@@ -32,7 +32,6 @@ from rmsnorm_deploy.place import check_place, new_bundle
 
 Progress = Callable[[str], AbstractContextManager[object]]
 DEFAULT_OPSET = 18
-_ORT_NORM = "No Op registered for SimplifiedLayerNormalization"
 _PACKAGES = ("torch", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "onnxruntime-gpu", "transformers", "numpy")
 
 
@@ -132,7 +131,7 @@ def run(source: Source, options: Options, progress: Progress) -> Bundle:
         with progress("write"):
             save_graph(traced.model, folder / MODEL)
         with progress("check"):
-            check_model(folder / MODEL)
+            source.notes.extend(check_model(folder / MODEL, folder / REFERENCE))
         manifest = _manifest(source, options, traced, fused)
         write_manifest(folder, manifest)
         eager = source.model if source.kind in ("module", "torchscript") else None
@@ -153,19 +152,30 @@ def in_precision(source: Source, precision: str) -> Source:
     return source
 
 
-def check_model(path: Path) -> None:
+def check_model(path: Path, before: Path) -> list[str]:
     """ONNX's own checker, by path, so that a model of any size passes through.
 
+    What it finds in ``before``, the same model before fusing, it found in the source: that is noted, and no reason to
+    refuse a file that ran. ONNX Runtime's own norm in the standard's domain is one such thing, an input without a rank
+    another.
+
     Raises:
-        InputError: the file is not valid ONNX; only a fault of this package or a source that was invalid gets here.
+        InputError: fusing made the file invalid: a fault of this package.
     """
+    reason = _invalid(path)
+    if reason is None:
+        return []
+    if reason != _invalid(before):
+        raise InputError(f"the exported graph is not valid ONNX: {reason}")
+    return [f"the source is no valid ONNX, and its export isn't either: {reason}"]
+
+
+def _invalid(path: Path) -> str | None:
     try:
         onnx.checker.check_model(str(path), full_check=False)
     except onnx.checker.ValidationError as error:
-        reason = str(error).strip().splitlines()[0]
-        if _ORT_NORM in reason:
-            return  # ONNX Runtime keeps its own norm in the standard's domain, where only it knows it
-        raise InputError(f"the exported graph is not valid ONNX: {reason}") from error
+        return str(error).strip().splitlines()[0]
+    return None
 
 
 def _places(traced: Traced, stored: dict[str, Stored]) -> dict[str, dict[str, Any]]:

@@ -52,12 +52,33 @@ def infer_shapes(model: ir.Model) -> bool:
     log.setLevel(logging.ERROR)  # it warns of models that ONNX can't infer: those that are left as they were
     for node in norms:
         node.op_type = "PRelu"
+    others = {value: (value.type, value.shape) for value in _sequences(model)}
     try:
         return ShapeInferencePass(check_type=False, strict_mode=False)(model).modified
     finally:
+        for value, (was, shape) in others.items():  # the pass takes all that it learns of for tensors
+            value.type, value.shape = was, shape
         log.setLevel(level)
         for node in norms:
             node.op_type = _SIMPLIFIED
+
+
+_SEQUENCE_OPS = frozenset(
+    ("SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceMap", "SplitToSequence")
+) | {"Optional"}
+
+
+def _sequences(model: ir.Model) -> set[ir.Value]:
+    """Values that are no tensors."""
+    found: set[ir.Value] = set()
+    for node in model.graph.all_nodes():
+        passed_on = node.op_type == "Identity" and node.inputs[0] in found
+        makes = passed_on or node.op_type in (*_SEQUENCE_OPS, "Optional")
+        typed = (
+            value for value in node.outputs if value.type is not None and not isinstance(value.type, ir.TensorType)
+        )
+        found.update(node.outputs if makes else typed)
+    return found
 
 
 def _restore_attributes(node: ir.Node) -> None:
