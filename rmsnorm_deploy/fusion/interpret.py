@@ -32,8 +32,6 @@ from rmsnorm_deploy.fusion.values import dtype_of, holds_only, is_float_value, s
 from rmsnorm_deploy.fusion.views import view
 from rmsnorm_deploy.opset import FLOAT_TYPES
 
-LARGEST_FLOAT = 3.39e38  # a clamp's upper bound of so much is float32's greatest, as people write it
-
 
 class Interpreter:
     """Meanings of the values of a graph, of its subgraphs and of what they see from outside."""
@@ -209,7 +207,7 @@ class Interpreter:
         if (low is not None and least is None) or (high is not None and most is None):
             return None
         m: Meaning | None = self.of(node.inputs[0])
-        if most is not None and most < LARGEST_FLOAT:
+        if most is not None:
             m = m and self._capped(m, most)
         return m if m is None or least is None else self.floored(m, least)
 
