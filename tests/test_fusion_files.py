@@ -355,3 +355,14 @@ def test_a_shape_that_onnx_does_not_infer_before_opset_14() -> None:
     )
     more = "int64 one1 = {1}, int64[2] heads = {3, 4}, int64[1] full = {12}, float[12, 12] mat"
     check(graph(body, opset=13, more=more), 2)
+
+
+def test_a_norm_without_a_scale_gets_ones_of_its_inputs_shape() -> None:
+    """As PyTorch writes ``rms_norm`` at opset 23: the ones are as large as the tensor."""
+    body = (
+        "s = Shape(x) o = ConstantOfShape<value = float[1] {1.0}>(s) n = RMSNormalization<epsilon = 1e-5>(x, o) "
+        "y = Mul(n, w)"
+    )
+    model = graph(body, opset=23)
+    check(model, 1)
+    assert op_types(fused(model)[0]) == ["RMSNorm"]

@@ -519,6 +519,16 @@ class Interpreter:
         target = shape_of(node.outputs[0]) or _known(self.constants.lifted(node.inputs[1]))
         return None if m.shape is None or target is None else _with_shape(m.of_rank(len(target)), target)
 
+    def _constant_of_shape(self, node: ir.Node) -> Meaning | None:
+        """A number spread over a shape, such as the scale that PyTorch gives to a norm without one."""
+        fill = node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1, np.float32)
+        number = float(fill.reshape(-1)[0])
+        node.outputs[0].dtype = ir.DataType.from_numpy(fill.dtype)
+        shape = _known(self.constants.lifted(node.inputs[0]))
+        if node.outputs[0].dtype not in FLOAT_TYPES or not np.isfinite(number) or number == 0 or shape is None:
+            return None
+        return Meaning({}, {} if abs(number) == 1 else {abs(number): 1.0}, -1 if number < 0 else 1, shape)
+
     def _transpose(self, node: ir.Node) -> Meaning | None:
         assert node.inputs[0] is not None
         m = self.of(node.inputs[0])
@@ -631,6 +641,7 @@ _METHODS: dict[str, Callable[[Interpreter, ir.Node], Meaning | None]] = {
     "Squeeze": Interpreter._squeeze,
     "Reshape": Interpreter._reshape,
     "Expand": Interpreter._expand,
+    "ConstantOfShape": Interpreter._constant_of_shape,
     "Transpose": Interpreter._transpose,
     "Constant": Interpreter._constant,
 }
