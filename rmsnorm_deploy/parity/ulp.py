@@ -80,6 +80,8 @@ BIN_EDGES = (0.0, *(2.0**k for k in range(-2, 24)), math.inf)
 # of float64: where its exponent is, and what is added to it
 _EXPONENT_BITS, _EXPONENT_BIAS = 0x7FF0000000000000, 1023
 
+_BLOCK = 2**15  # elements that are judged at a time: some arrays of that size in float64 fit the second-level cache
+
 
 def ulp_size(value: Array64, dtype: str) -> Array64:
     """Spacing of ``dtype`` at each ``|value|`` (float64 in and out), down to the spacing of its subnormals."""
@@ -121,7 +123,7 @@ def ulp_error(got: Array, truth: Array, dtype: str | None = None) -> UlpError:
         )
     if name not in FORMATS:
         return _exact(got, truth)
-    return _inexact(got.astype(np.float64), truth.astype(np.float64), FORMATS[name])
+    return _inexact(got, truth, FORMATS[name])
 
 
 def worst_of(errors: list[UlpError]) -> UlpError:
@@ -160,12 +162,12 @@ def _exact(got: Array, truth: Array) -> UlpError:
     )
 
 
-def _inexact(got: Array64, truth: Array64, form: FloatFormat) -> UlpError:
+def _inexact(got: Array, truth: Array, form: FloatFormat) -> UlpError:
     if truth.size == 0:
         return UlpError(0.0, 0.0, 0.0, 0, histogram=(0,) * (len(BIN_EDGES) - 1))
-    error, mismatch = _element_errors(got, truth, form)
-    comparable = error[~mismatch]
-    worst = tuple(int(i) for i in np.unravel_index(int(np.argmax(error)), error.shape))
+    error, mismatch, histogram = _errors_in_blocks(got, truth, form)
+    comparable = error[~mismatch] if mismatch.any() else error.ravel()
+    worst = tuple(int(i) for i in np.unravel_index(int(np.argmax(error)), truth.shape))
     return UlpError(
         max=float(error.max()),
         p99=float(np.percentile(comparable, 99)) if comparable.size else 0.0,
@@ -175,15 +177,32 @@ def _inexact(got: Array64, truth: Array64, form: FloatFormat) -> UlpError:
         worst=worst,
         got=float(got[worst]),
         want=float(truth[worst]),
-        histogram=_counts(error),
+        histogram=histogram,
     )
 
 
-def _counts(error: Array64) -> tuple[int, ...]:
+def _errors_in_blocks(
+    got: Array, truth: Array, form: FloatFormat
+) -> tuple[Array64, npt.NDArray[np.bool_], tuple[int, ...]]:
+    """Errors, mismatches (both as rows) and counts by bin, some rows at a time: what is worked on stays in a cache."""
+    width = truth.shape[-1] if truth.ndim > 1 else truth.size
+    rows, true_rows = got.reshape(-1, width), truth.reshape(-1, width)
+    error, mismatch = np.empty(true_rows.shape), np.empty(true_rows.shape, dtype=bool)
+    counts = np.zeros(len(BIN_EDGES) - 1, dtype=np.int64)
+    step = max(1, _BLOCK // width)
+    for start in range(0, len(true_rows), step):
+        block = slice(start, start + step)
+        wide = rows[block].astype(np.float64), true_rows[block].astype(np.float64)
+        error[block], mismatch[block] = _element_errors(*wide, form)
+        counts += _counts(error[block])
+    return error, mismatch, tuple(int(count) for count in counts)
+
+
+def _counts(error: Array64) -> npt.NDArray[np.int64]:
     """Elements by the bins of ``BIN_EDGES``, which are the octaves of floating point."""
     octave = (np.ascontiguousarray(error).view(np.int64) >> 52) - _EXPONENT_BIAS
     bins = np.clip(octave + 3, 0, len(BIN_EDGES) - 2)
-    return tuple(int(count) for count in np.bincount(bins.ravel(), minlength=len(BIN_EDGES) - 1))
+    return np.bincount(bins.ravel(), minlength=len(BIN_EDGES) - 1)
 
 
 def _element_errors(got: Array64, truth: Array64, form: FloatFormat) -> tuple[Array64, npt.NDArray[np.bool_]]:
