@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
@@ -149,3 +150,23 @@ def test_attention_is_exported_without_reshapes_of_its_keys(tmp_path: Path) -> N
         expected = model.double()(x.double())
         model.float()
         torch.testing.assert_close(session(x)[0].double(), expected, atol=2e-6, rtol=2e-5)
+
+
+class Repeated(nn.Module):
+    """A norm of keys that are repeated for their queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.norm(x.repeat_interleave(3, 1))
+        return result
+
+
+@pytest.mark.parametrize("model", [Repeated(), nn.Sequential(nn.RMSNorm(16), nn.Linear(16, 8))])
+def test_what_the_file_says_of_inner_shapes_is_true(model: nn.Module, tmp_path: Path) -> None:
+    example = (torch.randn(2, 2, 5, 16),)
+    export_model(model, example, out_dir=tmp_path / "b.bundle", check=False, benchmark=False)
+    for name in ("model.onnx", "reference.onnx"):
+        onnx.checker.check_model(str(tmp_path / "b.bundle" / name), full_check=True)

@@ -516,7 +516,8 @@ class Interpreter:
     def _expand(self, node: ir.Node) -> Meaning | None:
         assert node.inputs[0] is not None
         m = self.of(node.inputs[0])
-        target = shape_of(node.outputs[0]) or _known(self.constants.lifted(node.inputs[1]))
+        asked = _known(self.constants.lifted(node.inputs[1]))  # a 1 leaves the axis as it is
+        target = shape_of(node.outputs[0]) or broadcast(m.shape, asked)
         return None if m.shape is None or target is None else _with_shape(m.of_rank(len(target)), target)
 
     def _constant_of_shape(self, node: ir.Node) -> Meaning | None:
