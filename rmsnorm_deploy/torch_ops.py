@@ -1,8 +1,8 @@
 """``torch.ops.rmsnorm_deploy.rms_norm`` and ``skip_rms_norm``: the op of docs/op-spec.md for PyTorch, on our kernels.
 
-Importing this module defines both. They run the compiled kernels where those are built (`rmsnorm_deploy.native`) and
-take the tensors, and PyTorch operations otherwise; both have fake implementations (for ``torch.compile`` and
-``torch.export``) and first derivatives.
+Importing this module defines both; nothing else does. They run the compiled kernels where those are built
+(`rmsnorm_deploy.native`) and take the tensors, and PyTorch operations otherwise; both have fake implementations (for
+``torch.compile`` and ``torch.export``) and first derivatives, and export_model takes them apart into these operations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rmsnorm_deploy.errors import InputError
 
 _OPTIONS = (
     "Tensor? scale=None, Tensor? bias=None, int axis=-1, float epsilon=1e-6, str epsilon_mode='inside', "
-    "str scale_order='after_cast', bool double_stash=False"
+    "str scale_order='after_cast', bool? double_stash=None"
 )
 torch.library.define("rmsnorm_deploy::rms_norm", f"(Tensor x, {_OPTIONS}) -> Tensor")
 torch.library.define("rmsnorm_deploy::skip_rms_norm", f"(Tensor x, Tensor skip, {_OPTIONS}) -> (Tensor, Tensor)")
@@ -33,7 +33,7 @@ def rms_norm(
     epsilon: float = 1e-6,
     epsilon_mode: str = "inside",
     scale_order: str = "after_cast",
-    double_stash: bool = False,
+    double_stash: bool | None = None,
 ) -> Tensor:
     """RMSNorm over the last ``-axis`` axes of ``x``, as docs/op-spec.md has it.
 
@@ -41,7 +41,8 @@ def rms_norm(
         x: float32, float16, bfloat16 or float64, of rank 1 or more.
         scale: as many elements as a row, or one; of x's dtype, or float32 for a half x.
         bias: the same; of scale's dtype.
-        double_stash: float64 statistics, for a float64 ``x``.
+        double_stash: float64 statistics, which only a float64 ``x`` can have and has by default (None); False makes
+            them float32, as in the op whose ``stash_type`` is 1.
 
     Returns Y of x's shape; in x's dtype, or with "after_cast" in scale's.
 
@@ -63,7 +64,7 @@ def skip_rms_norm(
     epsilon: float = 1e-6,
     epsilon_mode: str = "inside",
     scale_order: str = "after_cast",
-    double_stash: bool = False,
+    double_stash: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(rms_norm(sum, ...), sum)`` with ``sum = x + skip`` in x's dtype, in one pass; the rest is as `rms_norm`."""
     options = (scale, bias, axis, epsilon, epsilon_mode, scale_order, double_stash)
@@ -111,11 +112,11 @@ class _Call:
         epsilon: float = 1e-6,
         epsilon_mode: str = "inside",
         scale_order: str = "after_cast",
-        double_stash: bool = False,
+        double_stash: bool | None = None,
     ) -> None:
         self.x, self.skip, self.scale, self.bias = x, skip, scale, bias
         self.axis, self.epsilon, self.epsilon_mode, self.scale_order = axis, epsilon, epsilon_mode, scale_order
-        self.double_stash = double_stash
+        self.double_stash = x.dtype == torch.float64 if double_stash is None else double_stash
         _check(self)
 
     @property
@@ -246,6 +247,16 @@ def _flat(param: Tensor | None) -> Tensor | None:
 # ---- the same in PyTorch's operations, and the derivatives
 
 
+def plain_rms_norm(x: Tensor, *options: Any, **more: Any) -> Tensor:
+    """`rms_norm` in PyTorch's operations alone: what the exporter takes the operator apart into."""
+    return _formula(_Call(x, None, *options, **more))[0]
+
+
+def plain_skip_rms_norm(x: Tensor, skip: Tensor, *options: Any, **more: Any) -> tuple[Tensor, Tensor]:
+    """`skip_rms_norm` in PyTorch's operations alone."""
+    return _formula(_Call(x, skip, *options, **more))
+
+
 def _fit(param: Tensor, call: _Call) -> Tensor:
     return param.reshape(()) if param.numel() == 1 else param.reshape(call.row)
 
@@ -254,10 +265,9 @@ def _root(call: _Call, v: Tensor) -> tuple[Tensor, Tensor]:
     """r of the specification for rows v in the stash type, and the square root of the mean square alone."""
     mean = v.square().mean(tuple(range(call.axis, 0)), keepdim=True)
     root = mean.sqrt()
-    epsilon = torch.tensor(call.epsilon, dtype=call.stash, device=v.device)
     if call.epsilon_mode == "inside":
-        return (mean + epsilon).sqrt(), root
-    return (root + epsilon if call.epsilon_mode == "outside" else root.clamp(min=epsilon)), root
+        return (mean + call.epsilon).sqrt(), root
+    return (root + call.epsilon if call.epsilon_mode == "outside" else root.clamp(min=call.epsilon)), root
 
 
 def _formula(call: _Call) -> tuple[Tensor, Tensor]:

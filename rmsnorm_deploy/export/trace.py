@@ -25,6 +25,7 @@ from rmsnorm_deploy.export.naming import (
     vocabularies,
 )
 from rmsnorm_deploy.export.outputs import with_plain_outputs
+from rmsnorm_deploy.export.own_ops import spell_out
 from rmsnorm_deploy.export.quiet import reason, silence
 from rmsnorm_deploy.export.scalars import restore_scalars
 from rmsnorm_deploy.export.straighten import straighten
@@ -160,7 +161,7 @@ def _batch_experts(model: torch.nn.Module, notes: list[str]) -> bool:
 
 
 def _from_program(program: torch.export.ExportedProgram, source: Source, opset: int, notes: list[str]) -> Traced:
-    portable = with_plain_outputs(program)
+    portable = with_plain_outputs(spell_out(program))
     try:
         with torch.no_grad(), silence():
             exported = torch.onnx.export(portable, dynamo=True, opset_version=opset, optimize=False, verbose=False)
