@@ -23,6 +23,7 @@ from rmsnorm_deploy.errors import BackendUnavailable, InputError
 from rmsnorm_deploy.parity import ParityReport, Sample, make_samples, run_parity
 from rmsnorm_deploy.parity.__main__ import main
 from rmsnorm_deploy.parity.backends import BACKENDS, open_on
+from rmsnorm_deploy.parity.extract import Graph
 from rmsnorm_deploy.parity.judge import as_exact_as_unfused, budget_for, judge
 from rmsnorm_deploy.parity.scratch import Scratch, open_backend
 from rmsnorm_deploy.parity.ulp import UlpError
@@ -531,7 +532,11 @@ def test_the_evaluator_shows_values_inside_a_model_whose_weights_lie_elsewhere(t
     onnx.save_model(model, bundle.model_path, save_as_external_data=True, location="w.data", size_threshold=16)
     inner = next(node.output[0] for node in model.graph.node if node.op_type == "ReduceMean")
     with Scratch() as scratch:
-        file = scratch.tapped(bundle.model_path, bundle.manifest, {inner: "float32"})
+        file = scratch.tapped(
+            Graph(onnx.load(bundle.model_path, load_external_data=False), bundle.path),
+            bundle.manifest,
+            {inner: "float32"},
+        )
         assert file.weights
         got = open_backend(file, BACKENDS["onnx-reference"]).run(sample.feeds)
     assert got[inner].shape[-1] == 1
@@ -558,20 +563,21 @@ def test_our_kernels_in_pytorch_are_judged_beside_pytorchs_own_operations(
 ) -> None:
     from rmsnorm_deploy import RMSNorm, ckernel, torch_ops
 
+    torch.manual_seed(0)
     model = torch.nn.Sequential(RMSNorm(48), torch.nn.Linear(48, 16), RMSNorm(16))
     bundle = make_bundle(tmp_path, model, (torch.randn(4, 48),), dims={"n": (0,)})
     if ckernel.cpu_library() is None:
         assert "not built" in (run_parity(bundle).backend("pytorch-kernels").reason or "")
         pytest.skip("the CPU kernels are not built")
     ran: list[str] = []
-    for name in ("_run_kernel",):
-        own = getattr(torch_ops, name)
-        monkeypatch.setattr(torch_ops, name, lambda *args, own=own: ran.append("kernel") or own(*args))
+    own = torch_ops._run_kernel
+    monkeypatch.setattr(torch_ops, "_run_kernel", lambda *args: ran.append("kernel") or own(*args))
+    rounding = ("pass", "pass-better-than-eager")
     report = run_parity(bundle, backends=["pytorch"])
-    assert report.backend("pytorch").verdict == "pass"
+    assert report.backend("pytorch").verdict in rounding  # on tiny rows it is over the budget itself
     assert not ran
     report = run_parity(bundle, backends=["pytorch-kernels"])
-    assert report.backend("pytorch-kernels").verdict == "pass"
+    assert report.backend("pytorch-kernels").verdict in rounding
     assert ran
 
 

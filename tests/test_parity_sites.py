@@ -109,6 +109,48 @@ def test_an_op_that_the_manifest_lists_and_the_model_lacks_is_missed(llama: Any,
     assert [site.rule for site in report.sites].count("norm-missing") == 1
 
 
+# --- sources in which a norm and its residual add are one op already
+
+
+@pytest.fixture(scope="module")
+def again(llama: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A bundle's own model.onnx, exported once more."""
+    return export_model(llama.model_path, out_dir=tmp_path_factory.mktemp("again") / "b")
+
+
+def test_a_bundles_own_model_exported_again_passes_at_every_norm(llama: Any, again: Any) -> None:
+    assert "SkipRMSNorm" in {node.op_type for node in onnx.load(again.reference_path).graph.node}
+    report = run_parity(again, samples=few_samples(again))
+    assert report.ok, report.summary()
+    assert len({site.norm for site in report.sites}) == len(llama.manifest["norms"])
+    assert all(site.isolated_max is not None and site.own_max is not None for site in report.sites)
+
+
+@pytest.mark.parametrize("fault", ["epsilon x10", "skip left out", "residual adds one operand twice"])
+def test_a_fault_in_a_bundle_exported_again_is_named(again: Any, fault: str) -> None:
+    with Ward(again, samples=few_samples(again), backends=["onnxruntime"]) as ward:
+        outcome = ward.plant("norm", fault)
+    assert outcome is not None
+    assert outcome.caught
+    assert outcome.named
+
+
+@pytest.mark.parametrize("total", [", , , v", ""])
+def test_onnx_runtimes_own_skip_norm_in_the_source_is_no_false_alarm(tmp_path: Path, total: str) -> None:
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 8, opset_import: ["" : 17, "com.microsoft": 1]>
+        g (float[n, 4] x, float[n, 4] r) => (float[n, 4] z) <float[4] w = {{1, 2, 3, 4}}> {{
+            y{total} = com.microsoft.SkipSimplifiedLayerNormalization <epsilon = 1e-5> (x, r, w)
+            z = Mul(y, {"v" if total else "r"})
+        }}""")
+    onnx.save(model, tmp_path / "source.onnx")
+    made = export_model(tmp_path / "source.onnx", out_dir=tmp_path / "b")
+    assert len(made.manifest["norms"]) == 1
+    report = run_parity(made, backends=["onnxruntime", "onnx-reference"])
+    assert report.ok, report.summary()
+    assert all(site.isolated_max is not None and site.before_max is not None for site in report.sites)
+
+
 # --- half precision
 
 
@@ -286,7 +328,9 @@ def test_weights_in_another_folder_are_the_models(tmp_path: Path, dtype: Any) ->
         "dims": {"n": {"min": 0, "max": None}},
     }
     with Scratch() as scratch:
-        session = scratch.tapped(tmp_path / "model.onnx", manifest, {"y": names[kind]}).session(custom_ops=False)
+        session = scratch.tapped(
+            Graph(read_model(tmp_path / "model.onnx"), tmp_path), manifest, {"y": names[kind]}
+        ).session(custom_ops=False)
         got = session.run({"x": np.zeros(1, np.float32)})["y"]
         kept = scratch.path
         np.testing.assert_array_equal(np.asarray(got).astype(np.float32), data.astype(np.float32))

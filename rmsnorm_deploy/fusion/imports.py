@@ -40,6 +40,13 @@ def inline_functions(model: ir.Model) -> None:
         InlinePass(lambda function: function.domain != DOMAIN)(model)
 
 
+def split_skip_norms(model: ir.Model) -> None:
+    """Take ONNX Runtime's own skip norms apart as `import_graph` does, with the same names for the same values."""
+    for node in list(model.graph.all_nodes()):
+        if node.domain == _ORT_DOMAIN:
+            _split_contrib_norm(node)
+
+
 def infer_shapes(model: ir.Model) -> bool:
     """Shapes and dtypes by ONNX's own inference; weights stay where they are. Whether anything was learned.
 

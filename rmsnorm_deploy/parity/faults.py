@@ -18,7 +18,6 @@ from typing import Any
 from rmsnorm_deploy.errors import EXIT_OK, EXIT_PARITY, BackendUnavailable, InputError
 from rmsnorm_deploy.parity.backends import BACKENDS, REFERENCE, HeldBundle
 from rmsnorm_deploy.parity.bisect import upstream
-from rmsnorm_deploy.parity.extract import Graph
 from rmsnorm_deploy.parity.model_faults import MODEL_FAULTS
 from rmsnorm_deploy.parity.norm_faults import NORM_FAULTS
 from rmsnorm_deploy.parity.norm_result import Finding
@@ -30,6 +29,7 @@ from rmsnorm_deploy.parity.result import FAIL
 from rmsnorm_deploy.parity.run import Prepared, judge_prepared, prepare
 from rmsnorm_deploy.parity.samples import Sample, make_samples
 from rmsnorm_deploy.parity.scratch import Scratch, external_files
+from rmsnorm_deploy.parity.sites import unfused_graph
 
 HERE = ("onnxruntime",)
 
@@ -64,7 +64,7 @@ class Ward:
         self._scratch = Scratch()
         for file in external_files(read_model(bundle.model_path)):
             shutil.copyfile(bundle.model_path.parent / file, self._scratch.path / file)
-        self.reference = Graph(read_model(bundle.reference_path), bundle.path)
+        self.reference = unfused_graph(bundle.reference_path)
 
     def __enter__(self) -> Ward:
         return self

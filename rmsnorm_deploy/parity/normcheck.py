@@ -161,7 +161,7 @@ class NormChecks:
     def running(self, backend: Backend, cases: Sequence[SiteCase]) -> list[dict[str, Array]] | str:
         """Every value at a site, for each case, from the backend running the whole model; or why it does not run."""
         try:
-            file = self.scratch.tapped(self.bundle.model_path, self.bundle.manifest, self.present())
+            file = self.scratch.tapped(self.sites.model, self.bundle.manifest, self.present())
             session = open_backend(file, backend)
             return [{name: np.asarray(v) for name, v in session.run(case.sample.feeds).items()} for case in cases]
         except DeployError as error:
@@ -201,10 +201,9 @@ def _with_before(
     bundle: BundleLike, sites: Sites, dtypes: Mapping[str, str], cases: list[SiteCase], scratch: Scratch
 ) -> list[SiteCase]:
     """The cases with the error that the graph before fusing makes in the model's own dtypes."""
-    assert bundle.reference_path is not None
     units = {name: site.dtype for site in sites.sites for name in (*site.inputs, *site.outputs)}
     try:
-        file = scratch.tapped(bundle.reference_path, bundle.manifest, dtypes)
+        file = scratch.tapped(sites.reference, bundle.manifest, dtypes)
         session = open_backend(file, BACKENDS["onnxruntime-unoptimized"])
         found = []
         for case in cases:

@@ -16,8 +16,8 @@ import onnx
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity.backends import REFERENCE, Backend
 from rmsnorm_deploy.parity.evaluator import EvaluatorSession
-from rmsnorm_deploy.parity.extract import with_outputs
-from rmsnorm_deploy.parity.onnx_file import ort_value, read_model
+from rmsnorm_deploy.parity.extract import Graph, with_outputs
+from rmsnorm_deploy.parity.onnx_file import ort_value
 from rmsnorm_deploy.parity.ulp import Array
 from rmsnorm_deploy.runtime.optional import load_module, native_library
 
@@ -108,14 +108,14 @@ class Scratch:
     ) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def tapped(self, path: Path, manifest: Mapping[str, Any], dtypes: Mapping[str, str]) -> ModelFile:
-        """The model at ``path``, which gives the values named in ``dtypes`` too."""
+    def tapped(self, graph: Graph, manifest: Mapping[str, Any], dtypes: Mapping[str, str]) -> ModelFile:
+        """The model of ``graph``, which gives the values named in ``dtypes`` too."""
         signature = manifest["signature"]
         known = {item["name"] for item in signature["outputs"]}
         more = [{"name": name, "dtype": dtype, "shape": []} for name, dtype in dtypes.items() if name not in known]
         signature = {**signature, "outputs": [*signature["outputs"], *more]}
-        model = with_outputs(read_model(path), dtypes)
-        return self._write(model, path.parent, {**manifest, "signature": signature})
+        model = with_outputs(graph.model, dtypes)
+        return self._write(model, graph.folder, {**manifest, "signature": signature})
 
     def alone(self, model: onnx.ModelProto, dtypes: Mapping[str, str], ranks: Mapping[str, int]) -> ModelFile:
         """A model that holds its constants; ``dtypes`` are those of its inputs and outputs, ``ranks`` of its inputs."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx_ir as ir
 
+from rmsnorm_deploy.fusion.imports import split_skip_norms
 from rmsnorm_deploy.opset import DOMAIN
 from rmsnorm_deploy.parity.extract import Graph, Part, Piece
 from rmsnorm_deploy.parity.onnx_file import read_model
@@ -102,13 +105,28 @@ def find_sites(bundle: BundleLike) -> Sites | None:
     if not any(node.domain == DOMAIN for node in _all_nodes(proto.graph)):
         return None
     model = Graph(proto, bundle.model_path.parent)
-    reference = Graph(read_model(bundle.reference_path), bundle.reference_path.parent)
+    reference = unfused_graph(bundle.reference_path)
     inner = {node.name for node in _all_nodes(proto.graph)} - set(model.nodes)
     records = [record for record in bundle.manifest["norms"] if record["node"] not in inner]
     place = {node.name: number for number, node in enumerate(proto.graph.node)}
     records.sort(key=lambda record: place.get(record["node"], -1))
     sites = tuple(_site(record, depth, model, reference) for depth, record in enumerate(records))
     return Sites(model, reference, sites) if sites else None
+
+
+def unfused_graph(path: Path) -> Graph:
+    """The graph before fusing, with the norms written out that were one op already in the source.
+
+    A residual add is inside such an op, where what follows from its sum could not be told from what follows from the
+    addends.
+    """
+    proto = read_model(path)
+    if not proto.functions and not any(node.domain == "com.microsoft" for node in _all_nodes(proto.graph)):
+        return Graph(proto, path.parent)
+    model = ir.from_proto(proto)
+    ir.passes.common.InlinePass()(model)
+    split_skip_norms(model)
+    return Graph(ir.to_proto(model), path.parent)
 
 
 def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
