@@ -115,6 +115,25 @@ def test_the_torch_twin_is_the_model_with_layer_norm_over_the_same_memory(bundle
     assert sum(isinstance(part, torch.nn.RMSNorm) for part in bundle.eager.modules()) == 5
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+def test_the_torch_twin_knows_the_scale_by_what_it_does_and_not_by_its_name(tmp_path: Path, offset: int) -> None:
+    class Norm(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.rand(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (offset + self.scale)
+
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), Norm())
+    made = export_model(model, (torch.randn(4, 16),), out_dir=tmp_path / "b", check=False)
+    assert made.eager is not None
+    twin, count = torch_twin(made.eager, made.manifest["norms"])
+    assert count == 1
+    assert isinstance(twin[1], torch.nn.LayerNorm)
+    assert twin[1].weight.data_ptr() == model[1].scale.data_ptr()
+
+
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("after_cast", [True, False])
 def test_half_twins_load_whatever_the_scale_is(tmp_path: Path, scale_dtype: torch.dtype, after_cast: bool) -> None:

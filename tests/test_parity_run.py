@@ -16,6 +16,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from onnx.reference import ReferenceEvaluator
 from parity_fakes import Block, FakeBundle, TokenModel, edit_model, make_bundle, onnx_only
 
 from rmsnorm_deploy import export_model
@@ -512,16 +513,23 @@ def test_a_model_that_nothing_here_runs_is_not_proved_and_says_what_proves_it(
     assert "--backend onnx-reference" in verdict(report, norms=2).detail
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_evaluator_has_a_layer_norm_that_is_right_in_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
-    model = torch.nn.LayerNorm(64).to(dtype)
-    torch.nn.init.uniform_(model.weight, 0.5, 1.5)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_evaluator_judges_no_layer_norm_that_it_gets_wrong(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.RMSNorm(64)).to(dtype)
+    torch.nn.init.uniform_(model[0].weight, 0.5, 1.5)
     bundle = make_bundle(tmp_path, model, (torch.randn(4, 64).to(dtype),))
-    huge = Sample(
-        "huge", "user", {bundle.manifest["signature"]["inputs"][0]["name"]: numpy_of(900 * torch.randn(4, 64), dtype)}
-    )
-    report = run_parity(bundle, backends=["onnx-reference"], samples=[huge])
-    assert report.backend("onnx-reference").verdict == "pass"
+    name = bundle.manifest["signature"]["inputs"][0]["name"]
+    x = numpy_of(900 * torch.randn(4, 64), dtype)
+    result = run_parity(bundle, samples=[Sample("huge", "user", {name: x})]).backend("onnx-reference")
+    if dtype != torch.float16:
+        assert result.verdict == "pass"
+        return
+    assert result.verdict == "not-run"
+    assert "LayerNormalization wrongly in float16" in (result.reason or "")
+    (got,) = ReferenceEvaluator(onnx.load(bundle.model_path)).run(None, {name: x})
+    with torch.no_grad():
+        want = model.double()(torch.from_numpy(x).double()).numpy()
+    assert np.abs(got - want).max() > 0.1  # else the reason is out of date
 
 
 def test_the_evaluator_shows_values_inside_a_model_whose_weights_lie_elsewhere(tmp_path: Path) -> None:
@@ -586,6 +594,8 @@ def test_kernels_that_pytorch_would_not_run_are_not_judged(block: FakeBundle) ->
         run_parity(block, backends=["pytorch-kernels"])
     with pytest.raises(BackendUnavailable, match="only its traced program"):
         run_parity(FakeBundle(block.path, block.manifest, block.torch_program), backends=["pytorch-kernels"])
+    with pytest.raises(BackendUnavailable, match="was not made from a PyTorch module"):
+        run_parity(onnx_only(block), backends=["pytorch-kernels"])
 
 
 def test_a_sample_that_onnx_runtime_refuses_before_fusing_too_fails_nobody(tmp_path: Path) -> None:

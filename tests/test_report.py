@@ -20,6 +20,8 @@ from rmsnorm_deploy.benchmark.model import compare
 from rmsnorm_deploy.benchmark.result import BenchmarkReport, Timing, milliseconds
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity import ParityReport, run_parity
+from rmsnorm_deploy.parity.norm_result import RULES
+from rmsnorm_deploy.parity.result import VERDICTS
 from rmsnorm_deploy.parity.ulp import UlpError
 from rmsnorm_deploy.report import print_summary, view, write_html
 from rmsnorm_deploy.report.plots import error_plot, speed_plot
@@ -330,4 +332,48 @@ def test_times_have_the_unit_that_suits(value: float, text: str) -> None:
     ],
 )  # fmt: skip
 def test_the_comparison_with_eager_is_in_words(parity: ParityReport, ratio: float | None, text: str) -> None:
-    assert view.eager_text(replace(parity.backend("onnxruntime"), versus_eager=ratio)) == text
+    assert view.ratio_text(replace(parity.backend("onnxruntime"), versus_eager=ratio), parity) == text
+
+
+@pytest.mark.parametrize(
+    ("baseline", "word"), [("PyTorch eager", "eager"), ("reference.onnx in ONNX Runtime", "unfused"), (None, "")]
+)
+def test_what_did_not_run_is_not_what_a_backend_is_compared_with(
+    tmp_path: Path, bundle: FakeBundle, parity: ParityReport, baseline: str | None, word: str
+) -> None:
+    """The worst input's figures stand beside a ratio of the median input's, which the heading has to say."""
+    like = [replace(parity.backend("onnxruntime"), verdict="pass-better-than-eager", versus_eager=1.2)]
+    told = replace(parity, baseline=baseline, backends=like)
+    texts = [printed(bundle, told, None), re.sub(r"<[^>]+>", " ", page(tmp_path, bundle, told, None)[0])]
+    for text, heading in zip(texts, ("median beside", "Median input, beside"), strict=True):
+        assert ("1.2x less exact" in text) == bool(word)
+        for other in ("eager", "unfused"):
+            assert (f"{heading} {other}" in text) == (other == word)
+    if word:
+        assert f"as exact as {word}" in texts[1]
+
+
+# --- the words for a verdict
+
+ROOT = Path(__file__).parent.parent
+
+
+def rule_ids(text: str) -> set[str]:
+    """Ids of verdicts and rules, as far as they can be told from other words."""
+    return set(re.findall(r"(?<![\w.-])(?:pass-[a-z-]*[a-z]|not-run|norm-[a-z-]*[a-z])", text))
+
+
+def test_the_docs_name_every_rule_that_there_is_and_no_other() -> None:
+    known = {*VERDICTS, *RULES}
+    page = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
+    tables = re.findall(r"(?m)^\| Rule id .*\n\|[-| ]+\|\n((?:\|.*\n)+)", page)
+    told = {name for table in tables for name in re.findall(r"(?m)^\| `([^`]+)`", table)}
+    assert told - {"norm-..."} == known
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        assert rule_ids(path.read_text(encoding="utf-8")) <= known, path
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(f"*{verdict}*" in readme for verdict in VERDICTS)
+
+
+def test_the_report_has_a_symbol_and_words_for_every_verdict() -> None:
+    assert set(view.SYMBOLS) == set(view.WORDS) == set(VERDICTS)

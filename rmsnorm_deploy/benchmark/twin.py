@@ -153,12 +153,27 @@ def _exchange_module(model: torch.nn.Module, name: str, norms: Sequence[Mapping[
         parent, norm = model.get_submodule(parent_name), model.get_submodule(name)
     except AttributeError:
         return False
-    weight = getattr(norm, "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.ndim < 1:
+    record = next(record for record in norms if record["module"] == name)
+    weight = _scale_of(norm, record)
+    if weight is None or weight.ndim < 1:
         return False
-    epsilon = next(float(record["epsilon"]) for record in norms if record["module"] == name)
+    epsilon = float(record["epsilon"])
     with torch.device("meta"):
         layer = torch.nn.LayerNorm(list(weight.shape), eps=epsilon, bias=False)
     layer.weight = torch.nn.Parameter(weight.detach(), requires_grad=False)
     setattr(parent, own_name, layer.train(norm.training))
     return True
+
+
+def _scale_of(norm: torch.nn.Module, record: Mapping[str, Any]) -> torch.Tensor | None:
+    """The parameter by which a module scales, whatever its name: that of the record, or the only one of a row's shape.
+
+    The record has another name where the scale was worked out of a parameter, as 1 + w is.
+    """
+    own = dict(norm.named_parameters(recurse=False)) | dict(norm.named_buffers(recurse=False))
+    named = own.get(str(record["scale"] or "").removeprefix(f"{record['module']}."))
+    if named is not None:
+        return named
+    row = list(record["shape"] or [])[record["axis"] :]
+    shaped = [tensor for tensor in own.values() if list(tensor.shape) == row]
+    return own.get("weight", shaped[0] if len(shaped) == 1 else None)

@@ -111,7 +111,7 @@ def proof(norm: NormRecord) -> str:
     """How far the op is from what it replaced: in float64, and how many results in the own dtype are the same bits."""
     if not norm.proof:
         return "as given"
-    return f"{norm.proof['float64']:.0e}\n{100 * norm.proof['same_bits']:.0f}% same"
+    return f"{norm.proof['float64']:.0e}\n{100 * norm.proof['same_bits']:.0f}% same bits"
 
 
 # -- the zoo

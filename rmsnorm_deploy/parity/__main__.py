@@ -46,7 +46,7 @@ def _parser() -> Parser:
         "--out",
         type=Path,
         metavar="DIR",
-        help="where a norm at fault is saved alone, with its input (bisect beside the bundle)",
+        help="where a norm at fault is saved alone, with its input (BUNDLE.bisect)",
     )
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML too")
@@ -78,6 +78,12 @@ def _run(options: argparse.Namespace) -> int:
     return _judge(options)
 
 
+def _beside(bundle: Path) -> Path:
+    """Sibling bundles have norms of the same name."""
+    path = bundle.resolve()
+    return path.with_name(f"{path.name}.bisect")
+
+
 def _judge(options: argparse.Namespace) -> int:
     from rmsnorm_deploy.bundle import open_bundle
     from rmsnorm_deploy.parity.junit import write_junit
@@ -89,7 +95,7 @@ def _judge(options: argparse.Namespace) -> int:
     bundle = open_bundle(options.bundle)
     samples = load_samples(options.inputs, bundle.manifest) if options.inputs else None
     with Progress() as progress:
-        folder = options.out or options.bundle.resolve().parent / "bisect"
+        folder = options.out or _beside(options.bundle)
         report = run_parity(
             bundle,
             backends=options.backend,

@@ -131,6 +131,10 @@ def _require_kernels(bundle: BundleLike) -> None:
     from rmsnorm_deploy.norm import RMSNorm, SkipRMSNorm
 
     if bundle.eager is None:
+        if bundle.program() is None:
+            raise BackendUnavailable(
+                "this bundle was not made from a PyTorch module, whose norms would have the kernels"
+            )
         raise BackendUnavailable(
             "the module itself is not at hand, only its traced program, which has no kernel of ours"
         )

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 import onnx
+import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from rmsnorm_deploy.errors import BackendUnavailable, InputError
+from rmsnorm_deploy.fusion.imports import infer_shapes
 from rmsnorm_deploy.parity.lift_onnx import OWN_OPERATORS
-from rmsnorm_deploy.parity.onnx_file import read_model
+from rmsnorm_deploy.parity.onnx_file import all_nodes, read_model
 from rmsnorm_deploy.parity.result import ASK_EVALUATOR
 from rmsnorm_deploy.parity.ulp import Array
 from rmsnorm_deploy.runtime.optional import one_line
@@ -35,7 +37,8 @@ class EvaluatorSession(Session):
     """The bundle's model.onnx in the onnx package's `ReferenceEvaluator`; ``weights`` are those outside its folder.
 
     Raises:
-        BackendUnavailable: it lacks an operator of the model, or the model is larger than ``max_bytes``.
+        BackendUnavailable: it lacks an operator of the model or computes it wrongly, or the model is larger than
+            ``max_bytes``.
         InputError: it does not run an input.
     """
 
@@ -52,6 +55,10 @@ class EvaluatorSession(Session):
                 + ASK_EVALUATOR
             )
         model = read_model(bundle.model_path)
+        if _has_layer_norm_in_float16(model):
+            raise BackendUnavailable(
+                "the onnx package's evaluator computes LayerNormalization wrongly in float16: its squares overflow"
+            )
         try:
             self._evaluator = _evaluator(model if weights else str(bundle.model_path), weights or {})
         except _PROBLEMS as error:
@@ -68,6 +75,20 @@ class EvaluatorSession(Session):
         except _PROBLEMS as error:
             raise InputError(f"the onnx package's evaluator cannot run the model: {one_line(error)}") from error
         return [to_torch(np.asarray(value)) for value in values]
+
+
+def _has_layer_norm_in_float16(model: onnx.ModelProto) -> bool:
+    """Whether a LayerNormalization reads or writes float16; functions are this package's, and have none."""
+    if not any(node.op_type == "LayerNormalization" for node in all_nodes(model.graph)):
+        return False
+    inferred = ir.from_proto(model)
+    infer_shapes(inferred)
+    return any(
+        value is not None and value.dtype == ir.DataType.FLOAT16
+        for node in inferred.graph.all_nodes()
+        if (node.domain, node.op_type) == ("", "LayerNormalization")
+        for value in (*node.inputs, *node.outputs[:1])
+    )
 
 
 def _evaluator(model: onnx.ModelProto | str, weights: Mapping[str, Array]) -> ReferenceEvaluator:

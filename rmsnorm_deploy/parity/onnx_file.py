@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ def read_model(path: Path) -> onnx.ModelProto:
     if not model.graph.node and not model.graph.output:
         raise InputError(f"{path} is not a readable ONNX file: it has no graph")
     return model
+
+
+def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """The nodes of a graph and of every graph in it."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for inner in [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]:
+                yield from all_nodes(inner)
 
 
 def ort_value(ort: Any, array: Array) -> Any:

@@ -78,8 +78,9 @@ class Measurement:
 class BackendResult:
     """The worst over all samples and outputs of one backend.
 
-    ``versus_eager`` is the mean error as a ratio to eager's, over all measurements: below 1 is more exact. ``unfused``
-    is the error of the model before fusing on the same runtime, over the measurements for which it was asked for.
+    ``versus_eager`` is the mean error as a ratio to that of the model before export, the median over all measurements:
+    below 1 is more exact. ``unfused`` is the error of the model before fusing on the same runtime, over the
+    measurements for which it was asked for.
     """
 
     name: str

@@ -6,18 +6,17 @@ truth, by name, in the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import onnx
 import onnx_ir as ir
 
 from rmsnorm_deploy.fusion.imports import split_skip_norms
 from rmsnorm_deploy.opset import DOMAIN
 from rmsnorm_deploy.parity.extract import Graph, Part, Piece
-from rmsnorm_deploy.parity.onnx_file import read_model
+from rmsnorm_deploy.parity.onnx_file import all_nodes, read_model
 from rmsnorm_deploy.parity.oracle import BundleLike
 
 ONNX_OF = {"float32": 1, "float16": 10, "float64": 11, "bfloat16": 16}
@@ -102,11 +101,11 @@ def find_sites(bundle: BundleLike) -> Sites | None:
     if bundle.reference_path is None or not bundle.manifest["norms"]:
         return None
     proto = read_model(bundle.model_path)
-    if not any(node.domain == DOMAIN for node in _all_nodes(proto.graph)):
+    if not any(node.domain == DOMAIN for node in all_nodes(proto.graph)):
         return None
     model = Graph(proto, bundle.model_path.parent)
     reference = unfused_graph(bundle.reference_path)
-    inner = {node.name for node in _all_nodes(proto.graph)} - set(model.nodes)
+    inner = {node.name for node in all_nodes(proto.graph)} - set(model.nodes)
     records = [record for record in bundle.manifest["norms"] if record["node"] not in inner]
     place = {node.name: number for number, node in enumerate(proto.graph.node)}
     records.sort(key=lambda record: place.get(record["node"], -1))
@@ -121,20 +120,12 @@ def unfused_graph(path: Path) -> Graph:
     addends.
     """
     proto = read_model(path)
-    if not proto.functions and not any(node.domain == "com.microsoft" for node in _all_nodes(proto.graph)):
+    if not proto.functions and not any(node.domain == "com.microsoft" for node in all_nodes(proto.graph)):
         return Graph(proto, path.parent)
     model = ir.from_proto(proto)
     ir.passes.common.InlinePass()(model)
     split_skip_norms(model)
     return Graph(ir.to_proto(model), path.parent)
-
-
-def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            for inner in [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]:
-                yield from _all_nodes(inner)
 
 
 def _site(record: Mapping[str, Any], depth: int, model: Graph, reference: Graph) -> Site:

@@ -51,7 +51,7 @@ def _sections(
 ) -> Iterator[tuple[str, list[Any]]]:
     yield "Norms", _norms(bundle)
     if parity is not None and parity.backends:
-        yield "Parity (error against float64, in ULPs)", _parity(parity)
+        yield "Parity (error against float64, in ULPs, on the worst input)", _parity(parity)
     if benchmark is not None:
         yield "Speed (median of a call)", _speed(benchmark)
     yield f"Files in {bundle.path}", [_files(bundle)]
@@ -84,7 +84,8 @@ def _norms(bundle: BundleLike) -> list[Any]:
 
 
 def _parity(parity: ParityReport) -> list[Any]:
-    table = _table("backend", "verdict", ">largest", ">mean", "against eager")
+    before = view.before(parity)
+    table = _table("backend", "verdict", ">largest", ">mean", *([f"median beside {before}"] if before else []))
     for backend in view.judged(parity):
         style = "red" if backend.verdict == FAIL else "green"
         error = backend.error
@@ -93,9 +94,11 @@ def _parity(parity: ParityReport) -> list[Any]:
             Text(f"{view.SYMBOLS[backend.verdict]} {view.words(backend, parity)}", style),
             Text(view.ulps(error.max if error else None)),
             Text(view.ulps(error.mean if error else None)),
-            Text(view.eager_text(backend)),
+            *([Text(view.ratio_text(backend, parity))] if before else []),
         )
     parts: list[Any] = [table]
+    if before:
+        parts.append(Text(f"median beside {before}: of the mean errors' ratios, input by input", "dim"))
     parts += [Text(f"budget for {view.budget_text(budget)}", "dim") for budget in parity.budgets.values()]
     for backend in view.judged(parity):
         if backend.unfused is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rmsnorm_deploy.benchmark.result import MODEL_GROUP, BenchmarkReport, sentence
+from rmsnorm_deploy.parity.backends import BACKENDS
 from rmsnorm_deploy.parity.norm_result import SiteError
 from rmsnorm_deploy.parity.result import (
     FAIL,
@@ -28,7 +29,7 @@ Benchmark = BenchmarkReport | Mapping[str, Any] | None
 SYMBOLS = {PASS: "✓", PASS_LIKE_EAGER: "✓", PASS_LIKE_UNFUSED: "✓", FAIL: "✗", NOT_RUN: "–"}
 WORDS = {
     PASS: "pass",
-    PASS_LIKE_EAGER: "pass, as exact as eager",
+    PASS_LIKE_EAGER: "pass, as exact as {before}",
     PASS_LIKE_UNFUSED: "pass, as exact as unfused",
     FAIL: "fail",
     NOT_RUN: "not run",
@@ -158,13 +159,20 @@ def ulps(value: float | None) -> str:
 def words(backend: BackendResult, parity: ParityReport) -> str:
     """The verdict in words; of the model before export, which is as exact as itself, what it is."""
     baseline = backend.title == parity.baseline and backend.verdict == PASS_LIKE_EAGER
-    return "the model before export" if baseline else WORDS[backend.verdict]
+    return "the model before export" if baseline else WORDS[backend.verdict].format(before=before(parity))
 
 
-def eager_text(backend: BackendResult) -> str:
-    """How the error compares with the model's own before export."""
+def before(parity: ParityReport) -> str:
+    """What the model before export is called: "eager", or of an ONNX source "unfused"; "" where it did not run."""
+    if parity.baseline is None:
+        return ""
+    return "eager" if parity.baseline == BACKENDS["pytorch"].title else "unfused"
+
+
+def ratio_text(backend: BackendResult, parity: ParityReport) -> str:
+    """How the mean error compares with that of the model before export, on the median input."""
     ratio = backend.versus_eager
-    if ratio is None or backend.name == "pytorch":
+    if ratio is None or parity.baseline is None or backend.title == parity.baseline:
         return ""
     if ratio < 0.9:
         return f"{_times(1 / ratio)} more exact" if ratio > 0.001 else "far more exact"
