@@ -19,6 +19,7 @@ import torch
 from rmsnorm_deploy import __version__
 from rmsnorm_deploy.bundle import FORMAT, MODEL, REFERENCE, Bundle, save_program, seal, write_manifest
 from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.export.collector import rare_collections
 from rmsnorm_deploy.export.dynamic import by_parameter, take_names, usual_names
 from rmsnorm_deploy.export.foreign import script_leaves
 from rmsnorm_deploy.export.onnx_reader import read_onnx
@@ -118,26 +119,33 @@ def run(source: Source, options: Options, progress: Progress) -> Bundle:
     """
     source = in_precision(source, options.precision)
     with new_bundle(options.out_dir, replace=options.force) as folder:
-        with progress("trace"):
-            traced = trace(source, options.opset)
-        source.notes.extend(traced.notes)
-        with progress("weights"):
-            stored = write_weights(traced.model, folder)
-            save_graph(traced.model, folder / REFERENCE)
-            if traced.program is not None:
-                save_program(traced.program, folder, _places(traced, stored))
-        with progress("fuse"):
-            fused = fuse(traced.model)
-        with progress("write"):
-            save_graph(traced.model, folder / MODEL)
-        with progress("check"):
-            source.notes.extend(check_model(folder / MODEL, folder / REFERENCE))
-        manifest = _manifest(source, options, traced, fused)
-        write_manifest(folder, manifest)
+        with rare_collections():
+            manifest = _write_model(source, options, folder, progress)
         eager = source.model if source.kind in ("module", "torchscript") else None
         _judge(Bundle(folder, manifest, eager), options, progress)
         seal(folder, manifest)
     return Bundle(options.out_dir, manifest, eager)
+
+
+def _write_model(source: Source, options: Options, folder: Path, progress: Progress) -> dict[str, Any]:
+    """Both graphs, the weights, the program and the manifest, which is returned."""
+    with progress("trace"):
+        traced = trace(source, options.opset)
+    source.notes.extend(traced.notes)
+    with progress("weights"):
+        stored = write_weights(traced.model, folder)
+        save_graph(traced.model, folder / REFERENCE)
+        if traced.program is not None:
+            save_program(traced.program, folder, _places(traced, stored))
+    with progress("fuse"):
+        fused = fuse(traced.model)
+    with progress("write"):
+        save_graph(traced.model, folder / MODEL)
+    with progress("check"):
+        source.notes.extend(check_model(folder / MODEL, folder / REFERENCE))
+    manifest = _manifest(source, options, traced, fused)
+    write_manifest(folder, manifest)
+    return manifest
 
 
 def in_precision(source: Source, precision: str) -> Source:
