@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +120,51 @@ def seal(folder: Path, manifest: Mapping[str, Any]) -> None:
     known = {name: record["sha256"] for name, record in manifest["files"].items()}
     lines = [f"{known.get(name) or sha256(folder / name)}  {name}\n" for name in names if name != SUMS]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def replace_sealed(folder: Path, name: str, write: Callable[[Path], None], sources: Sequence[str] = ()) -> None:
+    """Write file ``name`` of a bundle anew, and its line in SHA256SUMS with it; no other line is touched.
+
+    write: is given a path to write to, which takes the name when it returns.
+    sources: the files that it is made from.
+
+    Raises:
+        InputError: the file or a source is not the one that SHA256SUMS knows: what others altered is not vouched for.
+    """
+    sums = _read_sums(folder)
+    for known in (name, *sources) if sums is not None else ():
+        _refuse_altered(folder, known, sums or {})
+    made, sealed = (folder / f".{file}.partial" for file in (name, SUMS))
+    try:
+        write(made)
+        if sums is not None:
+            lines = (f"{digest}  {file}\n" for file, digest in {**sums, name: sha256(made)}.items())
+            sealed.write_text("".join(lines), encoding="utf-8")
+        os.replace(made, folder / name)
+        if sums is not None:
+            os.replace(sealed, folder / SUMS)
+    finally:
+        made.unlink(missing_ok=True)
+        sealed.unlink(missing_ok=True)
+
+
+def _read_sums(folder: Path) -> dict[str, str] | None:
+    """SHA256SUMS by name; None in a bundle from before it."""
+    try:
+        lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+        return {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        raise InputError(f"{SUMS} is altered: not in the form that sha256sum reads") from None
+
+
+def _refuse_altered(folder: Path, name: str, sums: Mapping[str, str]) -> None:
+    file = folder / name
+    if not file.exists() and name not in sums:
+        return
+    if name not in sums or not file.is_file() or sha256(file) != sums[name]:
+        raise InputError(f"{name} is not the one that was exported; python -m rmsnorm_deploy.verify tells of all files")
 
 
 def sha256(path: Path) -> str:

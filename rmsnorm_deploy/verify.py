@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -205,8 +206,16 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps(report, indent=1))
     else:
         lines = [str(problem) for problem in problems] or [_good(options.bundle)]
-        print("\n".join(lines + (parity.summary() if parity is not None else [])))
+        lines += _not_judged(options, problems) + (parity.summary() if parity is not None else [])
+        print("\n".join(lines))
     return EXIT_PARITY if problems or (parity is not None and not parity.ok) else EXIT_OK
+
+
+def _not_judged(options: argparse.Namespace, problems: Sequence[FileProblem]) -> list[str]:
+    if options.files_only or not problems:
+        return []
+    command = shlex.join(["python", "-m", "rmsnorm_deploy.parity", str(options.bundle), "--bisect"])
+    return [f"parity was not judged: where you trust the files as they are, {command} runs them and names the norms"]
 
 
 def _good(path: Path) -> str:

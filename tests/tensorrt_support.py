@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import shutil
@@ -21,6 +22,7 @@ from rmsnorm_deploy import native, opset
 from rmsnorm_deploy.bundle import sha256
 from rmsnorm_deploy.engine.architectures import architectures, covers
 from rmsnorm_deploy.runtime.cuda import CudaDevice, no_gpu_reason
+from rmsnorm_deploy.runtime.engines import EngineRecord, model_identity
 
 ROOT = Path(__file__).resolve().parent.parent
 HAS_RTX = importlib.util.find_spec("tensorrt_rtx") is not None
@@ -159,3 +161,11 @@ def in_child(task: str, *arguments: str) -> Any:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, f"{task} ended with {done.returncode}: {done.stderr[-3000:]}"
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def engine_record(path: Path, manifest: dict[str, Any]) -> EngineRecord:
+    """The description of the bytes at ``path`` as an engine of TensorRT for a bundle's model."""
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    rest: Any = {"runtime": "tensorrt", "runtime_version": "10.14.1", "version_compatible": False, "sm": (89,)}
+    rest |= {"precision": "fp16", "plugin": None, "profiles": (), "inputs": {}, "outputs": {}, "milliseconds": None}
+    return EngineRecord(path.stem, path, digest, model_identity(manifest), **rest)

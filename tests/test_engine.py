@@ -18,7 +18,7 @@ import pytest
 import tensorrt_support as support
 
 from rmsnorm_deploy import errors
-from rmsnorm_deploy.bundle import open_bundle
+from rmsnorm_deploy.bundle import open_bundle, seal
 from rmsnorm_deploy.engine import EngineOptions, build_engines, child, keep, timing
 from rmsnorm_deploy.engine import build as engine_build
 from rmsnorm_deploy.engine.architectures import check_architectures, covers
@@ -35,7 +35,6 @@ from rmsnorm_deploy.runtime.engines import (
     as_metadata,
     checked_bytes,
     choose_engine,
-    model_identity,
     read_engines,
 )
 from rmsnorm_deploy.runtime.profiles import ShapeRange
@@ -291,12 +290,12 @@ def test_an_engine_is_vouched_for_by_its_own_bundle_alone(tmp_path: Path) -> Non
         path = bundle / "engines" / "e.engine"
         path.parent.mkdir()
         path.write_bytes(bundle.name.encode())
-        records.append(engine_record(path, manifest))
+        records.append(support.engine_record(path, manifest))
         assert checked_bytes(records[-1], manifest) == bundle.name.encode()
     for bundle in bundles:
         path = bundle / "engines" / "e.json"
         path.write_text(
-            json.dumps(as_metadata(engine_record(path.with_suffix(".engine"), open_bundle(bundle).manifest)))
+            json.dumps(as_metadata(support.engine_record(path.with_suffix(".engine"), open_bundle(bundle).manifest)))
         )
     shutil.copy(records[0].path, records[1].path)
     (swapped,) = read_engines(bundles[1] / "engines")
@@ -306,13 +305,6 @@ def test_an_engine_is_vouched_for_by_its_own_bundle_alone(tmp_path: Path) -> Non
     (swapped,) = read_engines(bundles[1] / "engines")
     with pytest.raises(errors.InputError, match=r"RMSNorm_clamp/engines/e\.engine was built from another model"):
         checked_bytes(swapped, manifests[1])
-
-
-def engine_record(path: Path, manifest: dict[str, Any]) -> EngineRecord:
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    rest: Any = {"runtime": "tensorrt", "runtime_version": "10.14.1", "version_compatible": False, "sm": (89,)}
-    rest |= {"precision": "fp16", "plugin": None, "profiles": (), "inputs": {}, "outputs": {}, "milliseconds": None}
-    return EngineRecord(path.stem, path, digest, model_identity(manifest), **rest)
 
 
 def test_an_interrupted_build_takes_its_child_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,14 +350,15 @@ def test_the_faster_of_two_engines_is_kept_and_both_times_are_reported(
     plugin: float, native: float, kept: str, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = open_bundle(shutil.copytree(exported, tmp_path / "b"))
+    (bundle.path / "report.html").write_text("before the engines")
+    seal(bundle.path, bundle.manifest)
     folder = bundle.path / "engines"
     folder.mkdir()
     records = []
     for name in ("plugin", "native"):
         (folder / f"{name}.engine").write_bytes(name.encode())
-        records.append(engine_record(folder / f"{name}.engine", bundle.manifest))
+        records.append(support.engine_record(folder / f"{name}.engine", bundle.manifest))
         (folder / f"{name}.json").write_text(json.dumps(as_metadata(records[-1], variant=name)))
-    (bundle.path / "report.html").write_text("before the engines")
     said: list[str] = []
     keep.keep_faster(bundle, records, said.append)
     keep.report_engines(bundle, said.append)
@@ -393,6 +386,7 @@ def test_evidence_of_another_version_leaves_the_report_as_it_was(exported: Path,
     bundle = open_bundle(shutil.copytree(exported, tmp_path / "b"))
     (bundle.path / "report.html").write_text("before")
     (bundle.path / "parity.json").write_text('{"format": 0}')
+    seal(bundle.path, bundle.manifest)
     said: list[str] = []
     keep.report_engines(bundle, said.append)
     assert (bundle.path / "report.html").read_text() == "before"
@@ -560,7 +554,7 @@ def write_engine(bundle: Path, **changes: Any) -> EngineRecord:
     path = bundle / "engines" / "e.engine"
     path.parent.mkdir()
     path.write_bytes(b"plan")
-    record = replace(engine_record(path, open_bundle(bundle).manifest), **changes)
+    record = replace(support.engine_record(path, open_bundle(bundle).manifest), **changes)
     path.with_suffix(".json").write_text(json.dumps(as_metadata(record)))
     return record
 

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from parity_fakes import TokenModel
+from tensorrt_support import engine_record
 
 from rmsnorm_deploy import export_model
 from rmsnorm_deploy.bundle import Bundle, open_bundle, seal
+from rmsnorm_deploy.engine.keep import report_engines
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity import ParityReport
+from rmsnorm_deploy.runtime.engines import as_metadata
 from rmsnorm_deploy.verify import check_files, check_norms, main
 
 GOOD = "every file is as exported, and the manifest tells the norms that model.onnx has\n"
@@ -127,7 +130,12 @@ def test_an_altered_file_of_the_same_size_is_named(bundle: Bundle, capsys: pytes
     content[-1] ^= 1
     bundle.model_path.write_bytes(bytes(content))
     assert main([str(bundle.path)]) == 1
-    assert capsys.readouterr().out == "model.onnx is altered: its sha256 is not the one it had when exported\n"
+    altered = "model.onnx is altered: its sha256 is not the one it had when exported\n"
+    out = capsys.readouterr().out
+    assert out.startswith(altered + "parity was not judged: ")
+    assert f"python -m rmsnorm_deploy.parity {bundle.path} --bisect" in out
+    assert main([str(bundle.path), "--files-only"]) == 1
+    assert capsys.readouterr().out == altered
 
 
 def test_a_truncated_file_is_named(bundle: Bundle) -> None:
@@ -176,6 +184,41 @@ def test_engines_are_checked_against_their_own_description(bundle: Bundle) -> No
         ("engines/a.engine", "missing"),
         ("engines/b.engine", "extra"),
     }
+
+
+def with_engine(bundle: Bundle) -> list[str]:
+    """An engine as a build leaves it, told of in the report; what the build says meanwhile."""
+    folder = bundle.path / "engines"
+    folder.mkdir()
+    (folder / "a.engine").write_bytes(b"engine")
+    (folder / "a.json").write_text(json.dumps(as_metadata(engine_record(folder / "a.engine", bundle.manifest))))
+    said: list[str] = []
+    report_engines(bundle, said.append)
+    return said
+
+
+def test_an_engine_in_the_report_leaves_the_bundle_verified(bundle: Bundle) -> None:
+    before = (bundle.path / "SHA256SUMS").read_text().splitlines()
+    assert with_engine(bundle) == []
+    assert "TensorRT engines" in (bundle.path / "report.html").read_text()
+    assert check_files(bundle.path) == []
+    after = (bundle.path / "SHA256SUMS").read_text().splitlines()
+    assert {line.split("  ")[1] for line in set(before) ^ set(after)} == {"report.html"}
+    assert not list(bundle.path.glob("*.partial")) + list(bundle.path.glob(".*"))
+    with (bundle.path / "report.html").open("a") as file:
+        file.write("<p>and more")
+    assert [(p.name, p.problem) for p in check_files(bundle.path)] == [("report.html", "altered")]
+
+
+@pytest.mark.parametrize("name", ["report.html", "parity.json", "manifest.json"])
+def test_what_others_altered_is_not_vouched_for_by_a_new_report(bundle: Bundle, name: str) -> None:
+    with (bundle.path / name).open("a") as file:
+        file.write(" ")
+    before = {file: (bundle.path / file).read_text() for file in ("SHA256SUMS", "report.html")}
+    (said,) = with_engine(bundle)
+    assert said.startswith(f"warning: report.html is left as it was: {name} is not the one that was exported")
+    assert {file: (bundle.path / file).read_text() for file in before} == before
+    assert [(p.name, p.problem) for p in check_files(bundle.path)] == [(name, "altered")]
 
 
 @pytest.mark.parametrize("name", ["../outside.onnx", "/etc/passwd", "a\\b"])

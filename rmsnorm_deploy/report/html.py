@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rmsnorm_deploy.benchmark.result import MODEL_GROUP, NORM_GROUP, BenchmarkReport, Timing, milliseconds
+from rmsnorm_deploy.bundle import MANIFEST, replace_sealed
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity.oracle import BundleLike
 from rmsnorm_deploy.parity.result import ParityReport
@@ -15,6 +16,7 @@ from rmsnorm_deploy.report import view
 from rmsnorm_deploy.report.engines import engine_rows
 from rmsnorm_deploy.report.plots import WIDTHS, depth_plot, error_plot, speed_plot
 
+_EVIDENCE = ("parity.json", "benchmark.json")
 MAX_ROWS = 500  # of a table: the manifest has them all
 
 
@@ -35,10 +37,13 @@ def rewrite_html(bundle: BundleLike) -> None:
     """Write a bundle's report.html anew from the evidence that lies beside it, as after engines were built.
 
     Raises:
-        InputError: evidence of another version of this package, or a report that cannot be written.
+        InputError: evidence of another version of this package, a report that cannot be written, or one of them altered
+            since the export.
     """
-    parity, benchmark = (_evidence(bundle.path / name) for name in ("parity.json", "benchmark.json"))
-    write_html(bundle, parity, benchmark, bundle.path / "report.html")
+    parity, benchmark = (_evidence(bundle.path / name) for name in _EVIDENCE)
+    replace_sealed(
+        bundle.path, "report.html", lambda path: write_html(bundle, parity, benchmark, path), (MANIFEST, *_EVIDENCE)
+    )
 
 
 def _evidence(path: Path) -> Any:
