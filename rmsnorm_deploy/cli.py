@@ -38,6 +38,7 @@ STATUSES = {
     EXIT_INPUT: "bad input or usage",
     EXIT_FAULT: "a fault of this program; --debug shows where",
     EXIT_INTERRUPTED: "interrupted",
+    EXIT_TERMINATED: "terminated",
 }
 _UNBROKEN = 10_000
 PARITY_FAILED = {EXIT_PARITY: "parity failed"}

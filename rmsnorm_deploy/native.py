@@ -20,6 +20,7 @@ import os
 import platform
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,9 @@ SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 STAMP = "build.json"
 _MACHINE = f"{sys.platform}-{platform.machine()}"
 _SOURCES = {".txt", ".cmake", ".h", ".cpp", ".cu", ".cuh", ".map"}
+
+
+_REGISTERED: weakref.WeakSet[Any] = weakref.WeakSet()  # session options: ONNX Runtime takes a domain only once
 
 
 @dataclass(frozen=True)
@@ -106,13 +110,17 @@ def library_path() -> str:
 def register(session_options: Any) -> None:
     """Add the custom ops to an ``onnxruntime.SessionOptions``; they then take precedence over the bodies in the model.
 
-    On an ONNX Runtime older than 1.17 its own exception says so.
+    Options that were given here before are left as they are. Those that ``register_custom_ops_library`` was called on
+    can't be told: with both, ONNX Runtime says "Domain already set in registry" when the session is made. On an ONNX
+    Runtime older than 1.17 its own exception says so.
 
     Raises:
         BackendUnavailable: the library is not built.
     """
     path = library_path()
-    session_options.register_custom_ops_library(path)
+    if session_options not in _REGISTERED:
+        session_options.register_custom_ops_library(path)
+        _REGISTERED.add(session_options)
 
 
 @functools.cache

@@ -327,7 +327,9 @@ def test_every_command_has_one_line_for_an_error_one_help_and_one_version(
         assert says in shown
     assert shown.startswith(f"usage: {prog}")
     assert re.search(
-        r"exit status:\n +0  .*\n(.*\n)* +2  bad input or usage\n(.*\n)* +70  .*\n +130  interrupted", shown
+        r"exit status:\n +0  .*\n(.*\n)* +2  bad input or usage\n(.*\n)* +70  .*\n"
+        r" +130  interrupted\n +143  terminated",
+        shown,
     )
     assert shown.index("as in every command:") < shown.index("exit status:")
 

@@ -25,7 +25,7 @@ from rmsnorm_deploy.engine.architectures import check_architectures, covers
 from rmsnorm_deploy.engine.cli import main
 from rmsnorm_deploy.engine.dims import evaluate
 from rmsnorm_deploy.engine.precision import check_precision
-from rmsnorm_deploy.engine.profiles import default_profile, describe, parse_profile
+from rmsnorm_deploy.engine.profiles import default_profile, describe, limits, parse_profile
 from rmsnorm_deploy.engine.request import BuildRequest, partial
 from rmsnorm_deploy.engine.triton import TYPES, config
 from rmsnorm_deploy.engine.triton import main as triton
@@ -85,6 +85,9 @@ def test_other_inputs_follow_from_the_dims_that_a_profile_gives() -> None:
     profile = parse_profile("ids=1x2:4x16:8x32", manifest)
     assert profile["double"] == ShapeRange((4, 1), (32, 4), (64, 8))
     assert describe(profile) == "ids=1x2:4x16:8x32,double=4x1:32x4:64x8"
+    said = limits(profile)
+    assert "refuses larger inputs than ids=8x32" in said
+    assert "--profile ids=LEAST:USUAL:GREATEST" in said
     assert parse_profile("ids=3x7", manifest)["ids"] == ShapeRange((3, 7), (3, 7), (3, 7))
 
 
@@ -624,7 +627,9 @@ def test_config_pbtxt_is_what_tritons_own_schema_takes(bundle: Path, tmp_path: P
         assert done.returncode == 0, done.stderr
         parsed = json.loads(done.stdout)
         assert (parsed["name"], parsed["backend"]) == ("norm", "tensorrt" if given else "onnxruntime")
-        assert parsed["instance_group"] == [{"kind": "KIND_GPU"} | ({"profile": ["0", "1"]} if given else {})]
+        assert parsed["instance_group"] == [
+            {"kind": "KIND_GPU", "profile": ["0", "1"]} if given else {"kind": "KIND_AUTO"}
+        ]
         assert parsed["output"][0] == {"name": "y", "data_type": "TYPE_FP16", "dims": ["-1", "-1", "64"]}
         assert [item["name"] for item in parsed["input"]] == [item["name"] for item in inputs]
         assert [item["data_type"] for item in parsed["input"]] == [TYPES[item["dtype"]] for item in inputs]

@@ -471,9 +471,25 @@ def test_state_key_takes_another_entry(files: dict[str, Path], tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize("name", ["model_state", "anything"])
+def test_the_only_entry_that_is_a_state_dict_is_taken_whatever_its_name(
+    files: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    net = make_net(files, files["recipe"].stem)
+    optimizer = torch.optim.AdamW(net.parameters()).state_dict()
+    torch.save({"epoch": 3, "optimizer": optimizer, name: net.state_dict()}, tmp_path / "w.pt")
+    source = load_source(tmp_path / "w.pt", recipe=files["recipe"])
+    computes(source, net)
+    assert f"weights taken from '{name}' of w.pt" in source.notes
+
+
 @pytest.mark.parametrize(
     ("found", "says"),
     [
+        (
+            {"a": {"w": torch.ones(1)}, "b": {"w": torch.ones(1)}},
+            "a, b are all state dicts: choose one with --state-key",
+        ),
         (torch.zeros(3), "holds a Tensor"),
         ({"optimizer": {"lr": 1}}, "no state dict in it, only optimizer"),
         ({}, "only nothing"),

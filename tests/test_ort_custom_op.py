@@ -90,6 +90,18 @@ def session(proto: onnx.ModelProto, threads: int = 1) -> Any:
     return ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
+def test_options_that_are_registered_twice_have_the_ops_once() -> None:
+    case, options = Case("float32", "float32"), ort.SessionOptions()
+    for _ in range(2):
+        native.register(options)
+    proto = model(case, ["n", 8], [8]).SerializeToString()
+    opened = ort.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
+    values = feeds(case, 8)
+    check(case, values, opened.run(None, outside(values)))
+    native.register(options)  # after a session was made of them, too
+    ort.InferenceSession(proto, options, providers=["CPUExecutionProvider"])
+
+
 def feeds(case: Case, width: int, count: int = 3) -> dict[str, Array]:
     rng = np.random.default_rng(width)
     made = {"x": rows(rng, count, width, case.x)}

@@ -135,6 +135,46 @@ def test_the_names_of_dims_are_lost(how: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(bundle.session("onnxruntime")(more)[0], truth(block, more), rtol=1e-4, atol=1e-5)
 
 
+def test_one_name_is_one_size_even_where_the_model_needs_no_such_thing(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text(
+        "import torch\n"
+        "class Two(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.norm = torch.nn.RMSNorm(8, eps=1e-5)\n"
+        "    def forward(self, a, b):\n"
+        "        return self.norm(a), self.norm(b)\n"
+        "build = Two\n"
+        "def inputs():\n"
+        "    return (torch.randn(5, 8), torch.randn(5, 8)), {}\n"
+        "def dims():\n"
+        "    return {'a': {0: 'rows'}, 'b': {0: 'rows'}}\n"
+    )
+    bundle = export_model(tmp_path / "recipe.py", out_dir=tmp_path / "b")
+    assert [item["shape"] for item in bundle.manifest["signature"]["inputs"]] == [["rows", 8], ["rows", 8]]
+    assert bundle.manifest["dims"] == {"rows": {"example": 5, "min": 0, "max": None}}
+    session = bundle.session("onnxruntime")
+    assert [y.shape for y in session(torch.randn(3, 8), torch.randn(3, 8))] == [(3, 8), (3, 8)]
+    with pytest.raises(InputError, match="rows"):
+        session(torch.randn(3, 8), torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("attribute", ["eps", "Epsilon"])
+def test_an_attribute_that_our_op_does_not_have_is_refused_by_name(attribute: str, tmp_path: Path) -> None:
+    node = onnx.helper.make_node("RMSNorm", ["x", "w"], ["y"], "norm_1", domain="rmsnorm_deploy", **{attribute: 1e-3})
+    x, w, y = (
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+        for name, shape in (("x", ["n", 8]), ("w", [8]), ("y", ["n", 8]))
+    )
+    opsets = [onnx.helper.make_opsetid("", 18), onnx.helper.make_opsetid("rmsnorm_deploy", 1)]
+    proto = onnx.helper.make_model(
+        onnx.helper.make_graph([node], "g", [x, w], [y]), opset_imports=opsets, ir_version=10
+    )
+    onnx.save(proto, tmp_path / "m.onnx")
+    with pytest.raises(InputError, match=f"'?norm_1'? is a RMSNorm with the attribute '{attribute}'"):
+        export_model(tmp_path / "m.onnx", out_dir=tmp_path / "b")
+
+
 def test_a_name_in_a_nested_argument_is_lost(tmp_path: Path) -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:

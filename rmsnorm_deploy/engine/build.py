@@ -14,7 +14,7 @@ from rmsnorm_deploy.bundle import Bundle, open_bundle, sha256
 from rmsnorm_deploy.engine.child import run_worker
 from rmsnorm_deploy.engine.keep import Say, keep_faster, report_engines
 from rmsnorm_deploy.engine.precision import check_precision
-from rmsnorm_deploy.engine.profiles import default_profile, describe, parse_profile
+from rmsnorm_deploy.engine.profiles import default_profile, describe, limits, parse_profile
 from rmsnorm_deploy.engine.request import MODULES, BuildAnswer, BuildRequest, partial, write_json
 from rmsnorm_deploy.errors import BackendUnavailable, InputError
 from rmsnorm_deploy.runtime.engines import EngineRecord, as_metadata, check_dtypes, model_identity
@@ -73,9 +73,9 @@ def build_engines(
     load_module(*MODULES[chosen.runtime])
     chosen = with_changes(chosen, sms=_sms(chosen), precision=precision)
     profiles = [parse_profile(text, opened.manifest) for text in chosen.profiles]
-    profiles = profiles or [default_profile(opened.manifest)]
+    given, profiles = bool(profiles), profiles or [default_profile(opened.manifest)]
     for profile in profiles:
-        tell(f"profile {describe(profile)}")
+        tell(f"profile {describe(profile)}{'' if given else limits(profile)}")
     variants = _variants(opened, chosen, tell)
     records = [_build(opened, chosen, profiles, variant, variants, tell) for variant in variants]
     kept = keep_faster(opened, records, tell)

@@ -98,3 +98,14 @@ def describe(profile: Profile) -> str:
         for name, entry in profile.items()
     }
     return ",".join(f"{name}={text}" for name, text in shape_text.items()) or "all shapes are fixed"
+
+
+def limits(profile: Profile) -> str:
+    """What follows `describe` where nobody gave the profile: that the engine has limits, and how to set others."""
+    if not profile:
+        return ""
+    name, entry = next(iter(profile.items()))
+    greatest = "x".join(map(str, entry.high))
+    return (
+        f" (the engine refuses larger inputs than {name}={greatest}; for others: --profile {name}=LEAST:USUAL:GREATEST)"
+    )

@@ -88,7 +88,8 @@ def config(manifest: Mapping[str, Any], name: str, record: EngineRecord | None) 
     # Without a word of it, the server uses an engine's first profile alone.
     profiles = [f'"{index}"' for index in range(len(record.profiles))] if record is not None else []
     used = f", profile: [ {', '.join(profiles)} ]" if len(profiles) > 1 else ""
-    lines.append(f"instance_group [ {{ kind: KIND_GPU{used} }} ]")
+    kind = "KIND_AUTO" if record is None else "KIND_GPU"  # an engine needs a GPU; ONNX Runtime takes what there is
+    lines.append(f"instance_group [ {{ kind: {kind}{used} }} ]")
     return "\n".join(lines) + "\n"
 
 

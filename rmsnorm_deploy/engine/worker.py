@@ -29,8 +29,11 @@ DTYPES = {
     "BOOL": "bool",
 }
 PLAIN_OPSET = 22
-# One such line for every node of every function body: their nodes have the same names wherever they are used.
-NOISE = ("already exists, the output tensors of this new instance will not be queryable",)
+NOISE = (
+    # One such line for every node of every function body: their nodes have the same names wherever they are used.
+    "already exists, the output tensors of this new instance will not be queryable",
+    "has Int64 binding",  # "Make sure input x ...": the session binds every input by the dtype that the engine has
+)
 
 
 def main(argv: list[str]) -> int:

@@ -111,8 +111,12 @@ def _free_names(model: ir.Model, wanted: Iterable[str], mine: set[ir.Value]) -> 
 
 
 def name_dims(traced: Traced, source: Source) -> dict[str, str]:
-    """Names for the symbols that torch.export made: the user's, else batch and seq by position. symbol -> name."""
+    """Names for the symbols that torch.export made: the user's, else batch and seq by position. symbol -> name.
+
+    Sizes that PyTorch can't prove equal, since the model never needs them to be, are one where the user gave one name.
+    """
     names: dict[str, str] = {}
+    given: set[str] = set()
     for value in traced.model.graph.inputs:
         path = value.name or ""
         asked = source.dims.get(path, {})
@@ -121,7 +125,9 @@ def name_dims(traced: Traced, source: Source) -> dict[str, str]:
             if symbol is None or not symbol.isidentifier() or symbol in names:
                 continue
             wanted = asked.get(axis) or _usual_name(value, axis)
-            names[symbol] = _unique(wanted, set(names.values()))
+            names[symbol] = wanted if axis in asked and wanted in given else _unique(wanted, set(names.values()))
+            if names[symbol] == asked.get(axis):
+                given.add(wanted)
     pattern = re.compile(r"\b[A-Za-z_]\w*")
     _rename_dims(traced.model, lambda text: pattern.sub(lambda match: names.get(match[0], match[0]), text))
     return names
@@ -179,11 +185,21 @@ def record_ranges(
             continue
         low, high = source.ranges.get(name, (None, None))
         least, most = _as_int(limits.lower), _as_int(limits.upper)
-        traced.dims[name] = {
+        limit = {
             "example": examples.get(str(symbol)),
             "min": low if low is not None else (least if least is not None and least > 2 else 0),
             "max": high if high is not None else (most if most is not None and most < 2**31 else None),
         }
+        traced.dims[name] = _both(traced.dims[name], limit) if name in traced.dims else limit
+
+
+def _both(first: dict[str, int | None], second: dict[str, int | None]) -> dict[str, int | None]:
+    """The limits of a name that stands for two symbols: what both allow."""
+    lows, highs = ([limit[key] for limit in (first, second)] for key in ("min", "max"))
+    return first | {
+        "min": max(low or 0 for low in lows),
+        "max": min((high for high in highs if high is not None), default=None),
+    }
 
 
 def _as_int(bound: Any) -> int | None:

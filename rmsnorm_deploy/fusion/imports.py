@@ -11,7 +11,8 @@ import logging
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, RemoveInitializersFromInputsPass, ShapeInferencePass
 
-from rmsnorm_deploy.opset import ATTRIBUTES, DOMAIN, node_attribute
+from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.opset import ATTRIBUTES, DOMAIN, is_fused_op, node_attribute
 
 _SIMPLIFIED = "SimplifiedLayerNormalization"
 _ORT_DOMAIN = "com.microsoft"
@@ -89,7 +90,17 @@ def _sequences(model: ir.Model) -> set[ir.Value]:
 
 
 def _restore_attributes(node: ir.Node) -> None:
-    """A node of ours from a foreign file gets every attribute, so that all implementations read the same."""
+    """A node of ours from a foreign file gets every attribute, so that all implementations read the same.
+
+    Raises:
+        InputError: it has one that the op does not have, such as a misspelt one, which all of them would ignore.
+    """
+    unknown = [name for name in node.attributes if name not in ATTRIBUTES]
+    if unknown and is_fused_op(node):
+        raise InputError(
+            f"node {(node.name or node.outputs[0].name)!r} is a {node.op_type} with the attribute {unknown[0]!r}, which "
+            f"the op does not have: it has {', '.join(ATTRIBUTES)}"
+        )
     for name, default in ATTRIBUTES.items():
         if name not in node.attributes:
             node.attributes[name] = node_attribute(name, default)

@@ -38,7 +38,8 @@ def find_state(path: Path, found: Any, key: str | None, notes: list[str]) -> Wei
         return _checked(path, found[key], f"'{key}'")
     if _is_state(found):
         return _checked(path, found, "the file")
-    inside = [name for name in CONTAINERS if isinstance(found.get(name), nn.Module) or _is_state(found.get(name))]
+    inside = [name for name in CONTAINERS if _holds_weights(found.get(name))]
+    inside = inside or _only_one(path, [str(name) for name in found if _holds_weights(found[name])])
     if not inside:
         there = _some(map(str, found)) or "nothing"
         raise InputError(f"{path}: no state dict in it, only {there}; name the right entry with --state-key")
@@ -73,6 +74,17 @@ def load_state(model: nn.Module, weights: Weights, path: Path, recipe: Path, not
     with torch.no_grad():
         for name, value in renamed.items():
             target[name].copy_(value)
+
+
+def _holds_weights(entry: Any) -> bool:
+    return isinstance(entry, nn.Module) or _is_state(entry)
+
+
+def _only_one(path: Path, names: list[str]) -> list[str]:
+    """Entries of names that nobody has in common: taken where there is no choice."""
+    if len(names) > 1:
+        raise InputError(f"{path}: {_some(names)} are all state dicts: choose one with --state-key")
+    return names
 
 
 def _is_state(found: Any) -> bool:
