@@ -626,9 +626,10 @@ def test_config_pbtxt_is_what_tritons_own_schema_takes(bundle: Path, tmp_path: P
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         parsed = json.loads(done.stdout)
+        assert ("KIND_AUTO" in path.read_text()) == (given is None)
         assert (parsed["name"], parsed["backend"]) == ("norm", "tensorrt" if given else "onnxruntime")
         assert parsed["instance_group"] == [
-            {"kind": "KIND_GPU", "profile": ["0", "1"]} if given else {"kind": "KIND_AUTO"}
+            {"kind": "KIND_GPU", "profile": ["0", "1"]} if given else {}  # KIND_AUTO, the schema's default
         ]
         assert parsed["output"][0] == {"name": "y", "data_type": "TYPE_FP16", "dims": ["-1", "-1", "64"]}
         assert [item["name"] for item in parsed["input"]] == [item["name"] for item in inputs]
