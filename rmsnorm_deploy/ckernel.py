@@ -80,7 +80,7 @@ def run_cpu(args: Args, threads: int) -> bool:
 
 
 def cuda_workspace_bytes(args: Args) -> int:
-    """How much ``args.workspace`` should be for the device to share out few long rows; 0 where it makes no difference."""
+    """How much ``args.workspace`` should be for few long rows to be shared out; 0 where that changes nothing."""
     library = cuda_library()
     return int(library.rmsnorm_cuda_workspace_bytes(ctypes.byref(args))) if library else 0
 

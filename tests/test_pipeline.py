@@ -171,7 +171,7 @@ def test_an_attribute_that_our_op_does_not_have_is_refused_by_name(attribute: st
         onnx.helper.make_graph([node], "g", [x, w], [y]), opset_imports=opsets, ir_version=10
     )
     onnx.save(proto, tmp_path / "m.onnx")
-    with pytest.raises(InputError, match=f"'?norm_1'? is a RMSNorm with the attribute '{attribute}'"):
+    with pytest.raises(InputError, match=f"'?norm_1'? is RMSNorm with the attribute '{attribute}'"):
         export_model(tmp_path / "m.onnx", out_dir=tmp_path / "b")
 
 
