@@ -98,8 +98,8 @@ def _restore_attributes(node: ir.Node) -> None:
     unknown = [name for name in node.attributes if name not in ATTRIBUTES]
     if unknown and is_fused_op(node):
         raise InputError(
-            f"node {(node.name or node.outputs[0].name)!r} is {node.op_type} with the attribute {unknown[0]!r}, and the op "
-            f"has only {', '.join(ATTRIBUTES)}"
+            f"node {(node.name or node.outputs[0].name)!r} is {node.op_type} with the attribute {unknown[0]!r}, and "
+            f"the op has only {', '.join(ATTRIBUTES)}"
         )
     for name, default in ATTRIBUTES.items():
         if name not in node.attributes:
