@@ -242,7 +242,7 @@ def test_the_command_saves_the_norm_and_prints_how_to_run_it(
     out = capsys.readouterr().out
     assert status == 1
     assert "Parity failed on ONNX Runtime" in out.splitlines()[0]
-    assert (tmp_path / "bisect" / f"{LAYER}.0.post_attention_layernorm.onnx").is_file()
+    assert (tmp_path / "copy.bundle.bisect" / f"{LAYER}.0.post_attention_layernorm.onnx").is_file()
     code = re.search(r"to run it:\n(.*?)\Z", out, re.DOTALL)
     assert code is not None
     assert len(code[1].strip().splitlines()) == 3
