@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,7 @@ from rmsnorm_deploy import Bundle, export_model, open_bundle
 from rmsnorm_deploy.benchmark import BenchmarkReport, run_benchmark
 from rmsnorm_deploy.benchmark.__main__ import main
 from rmsnorm_deploy.benchmark.contestants import onnxruntime_call
-from rmsnorm_deploy.benchmark.model import compare
+from rmsnorm_deploy.benchmark.model import _load, compare
 from rmsnorm_deploy.benchmark.norm import fused_model, layer_norm_model, typical_norm
 from rmsnorm_deploy.benchmark.result import Timing
 from rmsnorm_deploy.benchmark.timing import MIN_ROUNDS, interleave, median_interval, quantile
@@ -291,8 +293,8 @@ def test_ratios_are_taken_round_by_round() -> None:
 def test_a_busy_machine_is_said_to_be_busy(report: BenchmarkReport) -> None:
     import dataclasses
 
-    busy = dataclasses.replace(report, machine={**report.machine, "load": 9.0, "cores": 2})
-    assert "load 9.0 on 2 cores" in busy.sentences()[0]
+    busy = dataclasses.replace(report, machine={**report.machine, "load": 1.5, "cores": 2})
+    assert "others took 1.5 of 2 cores" in busy.sentences()[0]
     idle = dataclasses.replace(report, machine={**report.machine, "load": 0.1, "cores": 2})
     assert idle.busy() is None
 
@@ -364,3 +366,15 @@ def test_tokens_times_the_bundle_against_pytorchs_export_and_no_norms(
     for result in results:
         assert {TORCH, STOCK, WITHOUT} <= set(result["milliseconds"])
         assert all(time["median"] > 0 for time in result["milliseconds"].values())
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="only Linux says how busy its cores are")
+def test_a_program_that_takes_a_core_is_seen() -> None:
+    spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(0.3)
+        loads = [_load() for _ in range(3)]
+    finally:
+        spinning.kill()
+        spinning.wait()
+    assert max(load or 0.0 for load in loads) > 0.7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 SECONDS = 10.0
 
 _MODEL_SHARE = 0.7
+_SAMPLE = 0.5  # seconds in which others' load is measured
 
 
 @dataclass(frozen=True)
@@ -210,8 +212,6 @@ class _TorchModel:
 
 
 def _machine() -> dict[str, Any]:
-    import os
-
     processor = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -224,7 +224,24 @@ def _machine() -> dict[str, Any]:
 
 
 def _load() -> float | None:
-    """How many processes wanted to run before this one began to measure; None where the system does not say."""
-    import os
+    """How many cores others keep busy while this process sleeps; None where the system does not say.
 
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    Not the load average: that is of the minute before, in which this very export was at work.
+    """
+    before = _ticks()
+    time.sleep(_SAMPLE)
+    after = _ticks()
+    if before is None or after is None or after[1] == before[1]:
+        return None
+    return round((after[0] - before[0]) / (after[1] - before[1]) * (os.cpu_count() or 1), 2)
+
+
+def _ticks() -> tuple[int, int] | None:
+    """All cores' ticks since the system started: those at work, and all."""
+    try:
+        fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
+    except OSError:  # not Linux
+        return None
+    counts = [int(field) for field in fields]
+    waiting = counts[3] + counts[4]  # idle, and idle until a disk answers
+    return sum(counts) - waiting, sum(counts)

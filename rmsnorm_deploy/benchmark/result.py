@@ -92,11 +92,11 @@ class BenchmarkReport:
         return [sentence(item) for item in self.comparisons]
 
     def busy(self) -> str | None:
-        """A warning when half of the cores or more were taken before the run began."""
+        """A warning when others kept half of the cores or more busy as the run began."""
         load, cores = self.machine.get("load"), self.machine.get("cores") or 1
         if load is None or load < cores / 2:
             return None
-        return f"The machine was busy (load {load:.1f} on {cores} cores): measure again when it is idle"
+        return f"The machine was busy (others took {load:.1f} of {cores} cores): measure again when it is idle"
 
     def summary(self) -> list[str]:
         """A line a contestant, then the comparisons in words."""
