@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 1 << 29  # of weights: it keeps every value that it computes, and takes seconds a layer past that
 _HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
-_PROBLEMS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
+_PROBLEMS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 
 
 class EvaluatorSession(Session):
