@@ -117,10 +117,19 @@ def register(session_options: Any) -> None:
     Raises:
         BackendUnavailable: the library is not built.
     """
-    path = library_path()
+    add_ops(session_options, library_path())
+
+
+def add_ops(session_options: Any, library: str) -> None:
+    """Add the custom ops of ``library`` as `register` does."""
     if session_options not in _REGISTERED:
-        session_options.register_custom_ops_library(path)
+        session_options.register_custom_ops_library(library)
         _REGISTERED.add(session_options)
+
+
+def registered(session_options: Any) -> bool:
+    """Whether these options have the custom ops by `register` or `add_ops`."""
+    return session_options in _REGISTERED
 
 
 @functools.cache

@@ -25,8 +25,9 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from rmsnorm_deploy.errors import InputError
-from rmsnorm_deploy.parity.onnx_file import ort_value, read_model
+from rmsnorm_deploy.parity.onnx_file import read_model
 from rmsnorm_deploy.parity.ulp import Array
+from rmsnorm_deploy.runtime.tensors import ort_value
 
 _NARROW = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 _NARROW_CODES = {int(dtype) for dtype in _NARROW}

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import ml_dtypes
-import numpy as np
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from rmsnorm_deploy.errors import InputError
-from rmsnorm_deploy.parity.ulp import Array
 
 
 def read_model(path: Path) -> onnx.ModelProto:
@@ -35,10 +31,3 @@ def all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
         for attribute in node.attribute:
             for inner in [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]:
                 yield from all_nodes(inner)
-
-
-def ort_value(ort: Any, array: Array) -> Any:
-    """An `onnxruntime.OrtValue` over the memory of ``array``; ``ort`` is the module."""
-    if array.dtype == np.dtype(ml_dtypes.bfloat16):
-        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), onnx.TensorProto.BFLOAT16)
-    return ort.OrtValue.ortvalue_from_numpy(array)

@@ -17,9 +17,9 @@ from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity.backends import REFERENCE, Backend
 from rmsnorm_deploy.parity.evaluator import EvaluatorSession
 from rmsnorm_deploy.parity.extract import Graph, with_outputs
-from rmsnorm_deploy.parity.onnx_file import ort_value
 from rmsnorm_deploy.parity.ulp import Array
 from rmsnorm_deploy.runtime.optional import load_module, native_library
+from rmsnorm_deploy.runtime.tensors import ort_value
 
 if TYPE_CHECKING:
     import torch

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import ctypes
+import types
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 import torch.utils.dlpack
 
+from rmsnorm_deploy import native
 from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
 from rmsnorm_deploy.runtime.optional import load_module, native_library, one_line
 from rmsnorm_deploy.runtime.ort_plugins import create_session, error_types
 from rmsnorm_deploy.runtime.ort_providers import Provider, provider_names, resolve_providers
 from rmsnorm_deploy.runtime.session import BundleLike, Session
-from rmsnorm_deploy.runtime.tensors import DTYPES, NAME_OF_ONNX, Array, Buffer, buffer_of, torch_dtype
+from rmsnorm_deploy.runtime.tensors import DTYPES, NAME_OF_ONNX, Array, Buffer, buffer_of, ort_value, torch_dtype
+
+if TYPE_CHECKING:
+    from rmsnorm_deploy.runtime.widen import Widened
 
 INSTALL = "pip install onnxruntime (or onnxruntime-gpu)"
 
-# Options that have the library: a second registration would make every session with them fail.
-_WITH_OPS: weakref.WeakSet[Any] = weakref.WeakSet()
+# Options that have the weights of a widened model, and of which: they take each name once.
+_WITH_WEIGHTS: weakref.WeakKeyDictionary[Any, Path] = weakref.WeakKeyDictionary()
 
 # What the names of the providers that run on NVIDIA's GPUs begin with.
 _ON_CUDA = ("CUDA", "Tensorrt", "NvTensorRT")
@@ -47,8 +53,12 @@ class OnnxRuntimeSession(Session):
             With ``session_options`` given, "auto" leaves them as they are: `rmsnorm_deploy.register` adds the ops. A
             session on a GPU needs our CUDA kernels too: each norm would be copied to the CPU and back without.
         engine_cache: folder in which the TensorRT and TensorRT-RTX providers keep what they build.
+        widen_bfloat16: run each bfloat16 op that no provider has a kernel for in float32, its result rounded to
+            bfloat16, in a copy of the graph: the CPU's provider has no bfloat16 products, for one. Nothing is widened
+            unless asked for. The weights of such ops are in memory in float32.
 
-    ``custom_ops`` afterwards is the library in use or None, and ``custom_ops_reason`` says why.
+    ``custom_ops`` afterwards is the library in use or None, and ``custom_ops_reason`` says why; ``widened`` is how
+    often which op was widened.
 
     Contiguous tensors on the session's device are bound by address; strided ones are made contiguous first. CUDA
     tensors are taken by sessions with a CUDA or TensorRT provider, and the outputs are then on the same device.
@@ -66,6 +76,7 @@ class OnnxRuntimeSession(Session):
         threads: int | None = None,
         custom_ops: bool | Literal["auto"] = "auto",
         engine_cache: str | Path | None = None,
+        widen_bfloat16: bool = False,
     ) -> None:
         super().__init__(bundle)
         cache = None if engine_cache is None else Path(engine_cache)
@@ -74,6 +85,9 @@ class OnnxRuntimeSession(Session):
         self._providers = resolve_providers(self._ort.get_available_providers(), providers, bundle.manifest, cache)
         self._user_options = session_options
         self._settings = (optimization, threads)
+        self._widens = widen_bfloat16
+        self._weights: Mapping[str, np.ndarray[Any, Any]] = {}  # ONNX Runtime reads them as long as it lives
+        self.widened: Mapping[str, int] = {}
         self.custom_ops, self.custom_ops_reason = _choose_library(
             custom_ops, session_options is not None, [name for name, _ in self._providers]
         )
@@ -89,7 +103,7 @@ class OnnxRuntimeSession(Session):
             try:
                 return self._create(model, self.custom_ops)
             except self._errors as error:
-                reason = f"{self.custom_ops.name} does not serve this model: {one_line(error)}"
+                reason = f"{self.custom_ops.name} does not serve this model: {self._cause(error, model)}"
                 if insist:
                     raise BackendUnavailable(f"custom ops were asked for, and {reason}") from error
                 # The function bodies in the file compute the same, so a library that lacks an op is no obstacle.
@@ -97,14 +111,33 @@ class OnnxRuntimeSession(Session):
         try:
             return self._create(model, None)
         except self._errors as error:
-            raise InputError(f"onnxruntime {self._ort.__version__} cannot load {model}: {one_line(error)}") from error
+            cause = self._cause(error, model)
+            raise InputError(f"onnxruntime {self._ort.__version__} cannot load {model}: {cause}") from error
+
+    def _cause(self, error: BaseException, model: Path) -> str:
+        """What ONNX Runtime says, and the option that helps where it lacks a kernel for bfloat16."""
+        from rmsnorm_deploy.runtime.widen import holds_bfloat16
+
+        text = one_line(error)
+        if "NOT_IMPLEMENTED" in text and not self._widens and holds_bfloat16(model):
+            return f"{text}; widen_bfloat16=True runs ops that have no bfloat16 kernel in float32"
+        return text
 
     def _create(self, model: Path, library: Path | None) -> Any:
         options = self._options()
-        if library is not None and options not in _WITH_OPS:
-            options.register_custom_ops_library(str(library))
-            _WITH_OPS.add(options)
-        return create_session(self._ort, model, options, self._providers)
+        if library is not None:
+            native.add_ops(options, str(library))
+        copy = self._widen(model, native.registered(options)) if self._widens else None
+        if copy is None:
+            return create_session(self._ort, str(model), options, self._providers)
+        self.widened, self._weights = copy.ops, copy.weights
+        _hand_over(self._ort, options, copy.weights, model)
+        return create_session(self._ort, copy.model, options, self._providers)
+
+    def _widen(self, model: Path, own_library: bool) -> Widened | None:
+        from rmsnorm_deploy.runtime.widen import Kernels, widen_bfloat16
+
+        return widen_bfloat16(model, Kernels(self._ort, [name for name, _ in self._providers]), own_library)
 
     def _options(self) -> Any:
         ort, (optimization, threads) = self._ort, self._settings
@@ -172,6 +205,20 @@ class OnnxRuntimeSession(Session):
     @property
     def _runs_on_cuda(self) -> bool:
         return any(name.startswith(_ON_CUDA) for name in self.providers)
+
+
+def _hand_over(ort: types.ModuleType, options: Any, weights: Mapping[str, np.ndarray[Any, Any]], model: Path) -> None:
+    """Give session options the weights of ``model``, unless they have them.
+
+    Raises:
+        InputError: they have the weights of another model.
+    """
+    if not weights or _WITH_WEIGHTS.get(options) == model:
+        return
+    if options in _WITH_WEIGHTS:
+        raise InputError(f"session_options hold the weights of {_WITH_WEIGHTS[options]}: give fresh ones")
+    options.add_external_initializers(list(weights), [ort_value(ort, array) for array in weights.values()])
+    _WITH_WEIGHTS[options] = model
 
 
 def _choose_library(

@@ -11,7 +11,6 @@ import types
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rmsnorm_deploy.errors import BackendUnavailable, InputError
@@ -76,9 +75,11 @@ def _register(ort: types.ModuleType, name: str) -> None:
 
 
 def create_session(
-    ort: types.ModuleType, model: Path, options: Any, providers: Sequence[tuple[str, dict[str, Any]]]
+    ort: types.ModuleType, model: str | bytes, options: Any, providers: Sequence[tuple[str, dict[str, Any]]]
 ) -> Any:
     """An `onnxruntime.InferenceSession` on these providers, in order; plugin providers are registered first.
+
+    ``model`` is a path, or a model serialized.
 
     ``device_id`` among the options of a plugin provider says which of its devices, 0 being the first.
 
@@ -89,16 +90,16 @@ def create_session(
     present = ort.get_available_providers()
     plugins = [name for name, _ in providers if name not in present]
     if not plugins:
-        return ort.InferenceSession(str(model), options, providers=providers)
+        return ort.InferenceSession(model, options, providers=providers)
     devices = {name: plugin_devices(ort, name) for name in plugins}
     # Its fallback to the CPU would print to standard output and hide what went wrong.
     (first, settings), *rest = providers
     if first in devices and all(name == CPU for name, _ in rest):
         _add_device(options, first, settings, devices[first])
-        return ort.InferenceSession(str(model), options, enable_fallback=0)
+        return ort.InferenceSession(model, options, enable_fallback=0)
     with warnings.catch_warnings():  # it warns of names that are not built in, and goes on to find them
         warnings.simplefilter("ignore", UserWarning)
-        return ort.InferenceSession(str(model), options, providers=providers, enable_fallback=0)
+        return ort.InferenceSession(model, options, providers=providers, enable_fallback=0)
 
 
 def _add_device(options: Any, name: str, settings: Mapping[str, Any], devices: Sequence[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,13 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         bits: np.ndarray[Any, Any] = tensor.contiguous().view(torch.int16).numpy()
         return bits.view(ml_dtypes.bfloat16)
     return np.asarray(tensor.numpy())
+
+
+def ort_value(ort: types.ModuleType, array: np.ndarray[Any, Any]) -> Any:
+    """An `onnxruntime.OrtValue` over the memory of ``array``; ``ort`` is the module."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), DTYPES["bfloat16"][2])
+    return ort.OrtValue.ortvalue_from_numpy(array)
 
 
 @dataclass(frozen=True)
