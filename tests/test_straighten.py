@@ -17,6 +17,7 @@ from torch import nn
 
 from rmsnorm_deploy import export_model, open_bundle
 from rmsnorm_deploy.export.straighten import straighten
+from rmsnorm_deploy.fusion.imports import infer_shapes
 
 
 def graph(nodes: list[Any], x: list[Any], y: list[Any], constants: dict[str, list[int]]) -> ir.Model:
@@ -170,3 +171,67 @@ def test_what_the_file_says_of_inner_shapes_is_true(model: nn.Module, tmp_path: 
     export_model(model, example, out_dir=tmp_path / "b.bundle", check=False, benchmark=False)
     for name in ("model.onnx", "reference.onnx"):
         onnx.checker.check_model(str(tmp_path / "b.bundle" / name), full_check=True)
+
+
+def test_what_is_computed_twice_is_computed_once() -> None:
+    nodes = [
+        helper.make_node("Exp", ["x"], ["one"]),
+        helper.make_node("Exp", ["x"], ["other"]),
+        helper.make_node("Add", ["one", "other"], ["y"]),
+    ]
+    assert straightened(graph(nodes, ["a"], ["a"], {}), (3,))["Exp"] == 1
+
+
+def test_two_random_draws_stay_two() -> None:
+    nodes = [
+        helper.make_node("Bernoulli", ["x"], ["one"]),
+        helper.make_node("Bernoulli", ["x"], ["other"]),
+        helper.make_node("Add", ["one", "other"], ["y"]),
+    ]
+    model = graph(nodes, ["a"], ["a"], {})
+    straighten(model)
+    assert Counter(node.op_type for node in model.graph)["Bernoulli"] == 2
+
+
+def rotary(table: str = "sin", axis: int = -1, tables: int = 1, spare: bool = False) -> ir.Model:
+    """Two layers' halves of x [2, seq, 4], swapped, one negated, times a table made of x's head."""
+    nodes = [
+        helper.make_node("Slice", ["x", "zero", "one"], ["head"]),
+        helper.make_node("Sin", ["head"], ["sin0"]),
+        helper.make_node("Cos", ["head"], ["sin1"]),
+        helper.make_node("ReduceSum", ["head", "last"], ["narrow0"]),
+        helper.make_node("ReduceSum", ["head", "last"], ["narrow1"]),
+    ]
+    for layer, source in enumerate(("x", "turned0")):
+        names = [f"{name}{layer}" for name in ("a", "b", "minus", "swapped", "turned")]
+        a, b, minus, swapped, turned = names
+        nodes += [
+            helper.make_node("Split", [source], [a, b], axis=axis, num_outputs=2),
+            helper.make_node("Neg", [b], [minus]),
+            helper.make_node("Concat", [minus, a], [swapped], axis=axis),
+            helper.make_node("Mul", [f"{table}{layer % tables}", swapped], [turned]),
+        ]
+    nodes.append(helper.make_node("Sub", ["turned1", "swapped0" if spare else "x"], ["y"]))
+    model = graph(nodes, [2, "seq", 4], [None] * 3, {"zero": [0], "one": [1], "last": [-1]})
+    infer_shapes(model)
+    return model
+
+
+def test_a_table_that_layers_share_carries_their_minus_signs() -> None:
+    left = straightened(rotary(), (2, 3, 4), (2, 0, 4))
+    assert left["Neg"] == 0
+    assert left["Mul"] == 3
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        rotary(tables=2),  # each layer has a table of its own: nothing to gain
+        rotary(table="narrow"),  # one number a row can't carry a sign an element
+        rotary(axis=0),  # along another axis the table is broadcast
+        rotary(spare=True),  # another user reads the negated half
+    ],
+    ids=["own tables", "narrow table", "other axis", "another user"],
+)
+def test_minus_signs_stay_where_a_table_cannot_carry_them(model: ir.Model) -> None:
+    assert straightened(model, (2, 3, 4), (2, 0, 4))["Neg"] == 2

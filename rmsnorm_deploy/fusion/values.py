@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import onnx_ir as ir
 
 from rmsnorm_deploy.fusion.meaning import Shape
 from rmsnorm_deploy.opset import FLOAT_TYPES
+
+Shapes = Mapping[ir.Value, Shape]
 
 
 def shape_of(value: ir.Value) -> Shape | None:
