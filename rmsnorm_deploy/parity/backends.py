@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rmsnorm_deploy.errors import BackendUnavailable, InputError
 from rmsnorm_deploy.parity.oracle import BundleLike
+from rmsnorm_deploy.parity.ort_options import sparing_options
 from rmsnorm_deploy.parity.ulp import Array
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ class Backend:
         return self.runtime in ("onnxruntime", REFERENCE)
 
     @property
+    def widens(self) -> bool:
+        """Whether it runs ops without a bfloat16 kernel in float32: for other models it is what it is without that."""
+        return bool(self.options.get("widen_bfloat16"))
+
+    @property
     def unfused(self) -> Backend | None:
         """What runs the model before fusing on the same runtime with the same options; None where nothing does."""
         if self.runtime == "onnxruntime":
@@ -48,6 +54,7 @@ class Backend:
 REFERENCE = "onnx-reference"
 KERNELS = "pytorch-kernels"
 _CUDA = {"providers": ["CUDAExecutionProvider", "CPUExecutionProvider"], "custom_ops": "auto"}
+_WIDENED = {"widen_bfloat16": True}
 
 BACKENDS = {
     backend.name: backend
@@ -63,6 +70,13 @@ BACKENDS = {
             {"custom_ops": False, "optimization": "disabled"},
         ),
         Backend("onnxruntime-kernels", "ONNX Runtime with our kernels", "onnxruntime", {"custom_ops": True}),
+        Backend("onnxruntime-widened", "ONNX Runtime, bf16 widened", "onnxruntime", {"custom_ops": False, **_WIDENED}),
+        Backend(
+            "onnxruntime-kernels-widened",
+            "ONNX Runtime with our kernels, bf16 widened",
+            "onnxruntime",
+            {"custom_ops": True, **_WIDENED},
+        ),
         Backend("onnxruntime-cuda", "ONNX Runtime on CUDA", "onnxruntime", _CUDA),
         Backend("tensorrt", "TensorRT", "tensorrt", limited_shapes=True),
         Backend("tensorrt-rtx", "TensorRT-RTX", "tensorrt-rtx", limited_shapes=True),
@@ -70,12 +84,23 @@ BACKENDS = {
 }
 
 
-def chosen(names: Sequence[str] | None) -> list[Backend]:
-    """The backends by name, all of them for None. Raises InputError for a name that is none."""
+def chosen(names: Sequence[str] | None, manifest: Mapping[str, Any]) -> list[Backend]:
+    """The backends by name, for None all of them that are for such a model.
+
+    Raises:
+        InputError: a name that is none.
+    """
     for name in names or ():
         if name not in BACKENDS:
             raise InputError(f"no backend {name!r} to judge: choose from {', '.join(BACKENDS)}")
-    return [BACKENDS[name] for name in names] if names is not None else list(BACKENDS.values())
+    if names is not None:
+        return [BACKENDS[name] for name in names]
+    return [backend for backend in BACKENDS.values() if not backend.widens or _has_bfloat16(manifest)]
+
+
+def _has_bfloat16(manifest: Mapping[str, Any]) -> bool:
+    tensors = [*manifest["norms"], *manifest["signature"]["inputs"], *manifest["signature"]["outputs"]]
+    return any(item["dtype"] == "bfloat16" for item in tensors)
 
 
 class Runner(Protocol):
@@ -122,7 +147,14 @@ def open_on(bundle: BundleLike, backend: Backend, *, insist: bool = False) -> Ru
         _require_kernels(bundle)
     if backend.runtime in ("pytorch", KERNELS):
         return EagerRunner(bundle, backend.runtime == KERNELS)
-    return bundle.session(backend.runtime, **backend.options)
+    return bundle.session(backend.runtime, **_with_sparing_options(backend))
+
+
+def _with_sparing_options(backend: Backend) -> dict[str, Any]:
+    """The options of a backend. Where a session is to find out whether the custom ops serve, its options are its own."""
+    if backend.runtime != "onnxruntime" or backend.options.get("custom_ops") == "auto":
+        return backend.options
+    return {**backend.options, "session_options": sparing_options()}
 
 
 def _require_kernels(bundle: BundleLike) -> None:
@@ -174,5 +206,5 @@ def open_baseline(bundle: BundleLike) -> tuple[str, Runner] | None:
     if bundle.reference_path is None:
         return None
     source = HeldBundle(bundle, bundle.reference_path)
-    session = source.session("onnxruntime", custom_ops=False, optimization="disabled")
+    session = open_on(source, BACKENDS["onnxruntime-unoptimized"])
     return f"{source.model_path.name} in ONNX Runtime", session

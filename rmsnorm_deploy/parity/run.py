@@ -37,7 +37,7 @@ from rmsnorm_deploy.parity.result import (
 )
 from rmsnorm_deploy.parity.samples import Sample, make_samples
 from rmsnorm_deploy.parity.scratch import Scratch
-from rmsnorm_deploy.parity.sites import find_sites
+from rmsnorm_deploy.parity.sites import Sites, find_sites
 from rmsnorm_deploy.parity.ulp import Array, UlpError, ulp_error, worst_of
 from rmsnorm_deploy.parity.unfused import beside_unfused, refuses_unfused_too
 from rmsnorm_deploy.runtime.optional import one_line
@@ -59,6 +59,11 @@ class Case:
     truth: dict[str, Array]
     eager: dict[str, tuple[str, UlpError]]
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether no input is empty."""
+        return all(array.size for array in self.sample.feeds.values())
+
 
 def run_parity(
     bundle: BundleLike,
@@ -70,7 +75,7 @@ def run_parity(
     bisect: bool = False,
     save_to: Path | None = None,
 ) -> ParityReport:
-    """Judge ``bundle`` on ``backends`` (None: all of `backends.BACKENDS`) with ``samples`` (None: `make_samples`).
+    """Judge ``bundle`` on ``backends`` (None: all that are for it) with ``samples`` (None: `make_samples`).
 
     ``progress`` is told what is being done, a line at a time. A backend that fails is bisected, with ``bisect`` every
     one that shows its norms; a norm at fault is saved alone in the folder ``save_to``.
@@ -80,7 +85,7 @@ def run_parity(
         BackendUnavailable: a backend in ``backends`` is not on this machine.
     """
     start = time.perf_counter()
-    judged = chosen(backends)
+    judged = chosen(backends, bundle.manifest)
     bundle = HeldBundle(bundle)
     prepared = prepare(bundle, seed=seed, samples=samples, progress=progress)
     report = judge_prepared(
@@ -117,22 +122,27 @@ def prepare(
     del oracle, baseline
     give_back_memory(bundle.path)  # float64 weights that are held in a cycle
     say("float64 truth of the norms")
-    sites = _site_cases(bundle, [case.sample for case in cases])
+    sites = _site_cases(bundle, cases)
     return Prepared(description, title, baseline_problem, seed, cases, records, sites)
 
 
-def _site_cases(bundle: BundleLike, samples: Sequence[Sample]) -> list[SiteCase]:
+def _site_cases(bundle: BundleLike, cases: Sequence[Case]) -> list[SiteCase]:
     """Truth at the norms for two samples: prime sizes, so that no dim is taken for another, and the last adversarial
     one."""
-    wanted = [sample for sample in samples if all(array.size for array in sample.feeds.values())]
-    first = next((sample for sample in wanted if "prime" in sample.name), wanted[0] if wanted else None)
-    chosen_ones = [sample for sample in (first, wanted[-1] if wanted else None) if sample is not None]
-    unique = list({id(sample): sample for sample in chosen_ones}.values())
+    wanted = [case for case in cases if case.has_rows]
+    first = next((case for case in wanted if "prime" in case.sample.name), wanted[0] if wanted else None)
+    chosen_ones = [case for case in (first, wanted[-1] if wanted else None) if case is not None]
+    unique = list({id(case): case for case in chosen_ones}.values())
     found = find_sites(bundle) if unique else None
     if found is None:
         return []
     with Scratch() as scratch:
-        return site_truth(bundle, found, unique, scratch)
+        return _truth_at_sites(bundle, found, unique, scratch)
+
+
+def _truth_at_sites(bundle: BundleLike, sites: Sites, cases: Sequence[Case], scratch: Scratch) -> list[SiteCase]:
+    samples, outputs = [case.sample for case in cases], [case.truth for case in cases]
+    return site_truth(bundle, sites, samples, scratch, outputs)
 
 
 def judge_prepared(
@@ -208,9 +218,8 @@ def _bisected(
 
     cases = [case for case in prepared.sites if case.sample.name == result.worst_sample]
     if not cases:
-        worst = [case.sample for case in prepared.cases if case.sample.name == result.worst_sample]
-        usable = [sample for sample in worst if all(array.size for array in sample.feeds.values())]
-        cases = site_truth(checks.bundle, checks.sites, usable, checks.scratch) if usable else []
+        usable = [case for case in prepared.cases if case.sample.name == result.worst_sample and case.has_rows]
+        cases = _truth_at_sites(checks.bundle, checks.sites, usable, checks.scratch) if usable else []
     cases = cases or prepared.sites
     if not cases:
         return []
