@@ -500,6 +500,8 @@ def test_a_model_that_nothing_here_runs_is_not_proved_and_says_what_proves_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rmsnorm_deploy.parity.evaluator.MAX_BYTES", 1000)
+    narrow = {name: backend for name, backend in BACKENDS.items() if not backend.widens}
+    monkeypatch.setattr("rmsnorm_deploy.parity.backends.BACKENDS", narrow)
     report = run_parity(build(tmp_path, "block", torch.bfloat16))
     if report.backend("onnxruntime").verdict != "not-run":
         assert report.unproved is None  # a later ONNX Runtime has the kernels
@@ -511,6 +513,17 @@ def test_a_model_that_nothing_here_runs_is_not_proved_and_says_what_proves_it(
     )
     assert verdict(report, norms=2).state == "unknown"
     assert "--backend onnx-reference" in verdict(report, norms=2).detail
+
+
+def test_a_bfloat16_model_is_judged_with_its_ops_widened_and_others_are_not_judged_twice(tmp_path: Path) -> None:
+    report = run_parity(build(tmp_path / "narrow", "block", torch.bfloat16))
+    widened = report.backend("onnxruntime-widened")
+    assert widened.verdict.startswith("pass")
+    assert widened.title == "ONNX Runtime, bf16 widened"
+    plain = report.backend("onnxruntime")
+    assert plain.verdict != "not-run" or "widen_bfloat16=True" in (plain.reason or "")
+    wide = run_parity(build(tmp_path / "wide", "block", torch.float32))
+    assert not [backend.name for backend in wide.backends if "widened" in backend.name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
