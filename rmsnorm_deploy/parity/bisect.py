@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rmsnorm_deploy.errors import DeployError
 from rmsnorm_deploy.parity.backends import Backend
 from rmsnorm_deploy.parity.judge import judge
 from rmsnorm_deploy.parity.lone_norm import save_norm, save_span
@@ -61,6 +62,12 @@ class Walk:
         suspicious = error.mean > factor * before.mean and error.max > factor * before.max
         return error if suspicious or error.mismatched > before.mismatched else None
 
+    def to_the_end(self) -> Walk:
+        """With the model's outputs too, and their error before fusing. Raises DeployError where they cannot be had."""
+        values = {**self.values, **self.checks.outputs(self.backend, self.case.sample)}
+        before = {**self.case.before, **self.checks.outputs_before(self.case)}
+        return replace(self, values=values, case=replace(self.case, before=before))
+
 
 def bisect(
     checks: NormChecks, runs: NormRuns, case: SiteCase, budget: Budget | None, folder: Path | None = None
@@ -73,19 +80,27 @@ def bisect(
     walk = Walk(checks, backend, case, values, judge_sites(checks, here), budget)
     finding = _first(walk)
     if finding is None and isinstance(here.values, str):
-        return Finding(backend.name, "refused", f"{backend.title} does not run it: {here.values}", case.sample.name)
+        return _refused(backend, case, here.values)
     if finding is None:
+        try:
+            walk = walk.to_the_end()
+        except DeployError as error:
+            return _refused(backend, case, str(error))
         finding = _after_the_last(walk)
     if folder is None:
         return finding
     if finding.value is not None:
-        known = {**case.sample.feeds, **values}
+        known = {**case.sample.feeds, **walk.values}
         stem = f"{finding.after or 'input'}_to_{finding.before or 'output'}"
         return replace(finding, saved=save_span(checks, finding.value, known, folder, stem))
     if finding.norm is None:
         return finding
     site = next(site for site in checks.sites.sites if site.name == finding.norm)
     return replace(finding, saved=save_norm(checks, site, values, finding.rule, folder))
+
+
+def _refused(backend: Backend, case: SiteCase, problem: str) -> Finding:
+    return Finding(backend.name, "refused", f"{backend.title} does not run it: {problem}", case.sample.name)
 
 
 def _first(walk: Walk) -> Finding | None:

@@ -164,6 +164,22 @@ def _settle_type(node: onnx.NodeProto, dtype: int | None) -> None:
         node.attribute.append(onnx.helper.make_attribute("to", dtype))
 
 
+def ending_at(graph: Graph, names: Iterable[str]) -> onnx.ModelProto:
+    """A model that gives the values of those names alone, without the nodes and constants that none of them needs."""
+    wanted = list(dict.fromkeys(names))
+    part = graph.between((), wanted, len(graph.model.graph.node), shapes=True)
+    constants = set(part.constants)
+    model = onnx.ModelProto()
+    model.CopyFrom(graph.model)
+    for field in (model.graph.node, model.graph.initializer, model.graph.output):
+        del field[:]
+    model.graph.node.extend(part.nodes)
+    model.graph.initializer.extend(tensor for name, tensor in graph.constants.items() if name in constants)
+    # an input that is given back keeps its type
+    model.graph.output.extend(graph.inputs.get(name) or onnx.ValueInfoProto(name=name) for name in wanted)
+    return model
+
+
 def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
     """A copy of a model that gives the values of those names too."""
     copy = onnx.ModelProto()

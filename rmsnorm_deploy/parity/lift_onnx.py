@@ -26,8 +26,8 @@ from onnx.reference.op_run import OpRun
 
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity.onnx_file import read_model
+from rmsnorm_deploy.parity.ort_options import options_with
 from rmsnorm_deploy.parity.ulp import Array
-from rmsnorm_deploy.runtime.tensors import ort_value
 
 _NARROW = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 _NARROW_CODES = {int(dtype) for dtype in _NARROW}
@@ -166,16 +166,29 @@ def _lift_initializer(value: ir.Value, arrays: dict[str, Array] | None) -> None:
 
 def _widen_at_use(graph: ir.Graph, value: ir.Value, places: Mapping[int, int]) -> None:
     """Let a cast in front of the first node that reads ``value`` stand for it everywhere; ``places`` are the graph's
-    nodes by id."""
+    nodes by id.
+
+    A weight that is only read transposed is widened behind that: fewer bytes are moved, and by a faster kernel.
+    """
     users = [use.node for use in value.uses()]
     if not users:
         return
     direct = [node for node in users if id(node) in places]
+    if len(direct) == len(users) == 1 and _only_turns(direct[0], places):
+        _widen_at_use(graph, direct[0].outputs[0], places)
+        return
     first = min(direct, key=lambda node: places[id(node)]) if len(direct) == len(users) else graph[0]
     cast = ir.node("Cast", [value], attributes={"to": _DOUBLE})
     graph.insert_before(first, cast)
     value.replace_all_uses_with(cast.outputs[0])
     cast.replace_input_with(0, value)
+
+
+def _only_turns(node: ir.Node, places: Mapping[int, int]) -> bool:
+    """Whether a node transposes, and what reads the result is in the same graph."""
+    result = node.outputs[0]
+    users = [use.node for use in result.uses()]
+    return node.op_type == "Transpose" and not result.is_graph_output() and all(id(user) in places for user in users)
 
 
 def _lift_node(node: ir.Node) -> None:
@@ -263,13 +276,8 @@ def _ort_session(proto: onnx.ModelProto, arrays: dict[str, Array]) -> Any:
         from onnxruntime.capi import onnxruntime_pybind11_state as state
     except ImportError:
         return None
-    options = ort.SessionOptions()
+    options = options_with(arrays)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 4
-    options.enable_cpu_mem_arena = False  # it grows in powers of two, and one result that is kept keeps all of it
-    if arrays:
-        values = [ort_value(ort, array) for array in arrays.values()]
-        options.add_external_initializers(list(arrays), values)
     try:
         return ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except (state.NotImplemented, state.Fail, state.InvalidGraph, state.InvalidArgument):

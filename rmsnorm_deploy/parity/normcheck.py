@@ -18,8 +18,8 @@ import onnx_ir as ir
 
 from rmsnorm_deploy.errors import DeployError
 from rmsnorm_deploy.fusion.evaluate import CannotEvaluateError, evaluate
-from rmsnorm_deploy.parity.backends import BACKENDS, Backend
-from rmsnorm_deploy.parity.extract import assemble, with_outputs
+from rmsnorm_deploy.parity.backends import BACKENDS, Backend, HeldBundle, Runner, open_on
+from rmsnorm_deploy.parity.extract import assemble, ending_at, with_outputs
 from rmsnorm_deploy.parity.judge import judge, norm_budget
 from rmsnorm_deploy.parity.lift_onnx import OnnxProgram
 from rmsnorm_deploy.parity.norm_result import SiteError
@@ -37,6 +37,7 @@ SAME_BITS = 0.9
 _BIT_FOR_BIT = 0.97  # claimed by the proof: below it, the two are not expected to agree to the bit
 
 _HALVES = {"float16", "bfloat16"}
+_BEFORE = BACKENDS["onnxruntime-unoptimized"]  # what runs the graph before fusing in the model's own dtypes
 
 
 @dataclass(frozen=True)
@@ -159,13 +160,26 @@ class NormChecks:
         return found
 
     def running(self, backend: Backend, cases: Sequence[SiteCase]) -> list[dict[str, Array]] | str:
-        """Every value at a site, for each case, from the backend running the whole model; or why it does not run."""
+        """Every value at a site, for each case, from the backend running the model; or why it does not run."""
         try:
-            file = self.scratch.tapped(self.sites.model, self.bundle.manifest, self.present())
+            file = self.scratch.shown(self.sites.model, self.bundle.manifest, self.present())
             session = open_backend(file, backend)
-            return [{name: np.asarray(v) for name, v in session.run(case.sample.feeds).items()} for case in cases]
+            return [_arrays(session, case.sample) for case in cases]
         except DeployError as error:
             return str(error)
+
+    def outputs(self, backend: Backend, sample: Sample) -> dict[str, Array]:
+        """What the model itself gives. Raises DeployError where the backend does not run it."""
+        return _arrays(open_on(self.bundle, backend, insist=True), sample)
+
+    def outputs_before(self, case: SiteCase) -> dict[str, UlpError]:
+        """The error of what the model gave before fusing, in its own dtypes; nothing where that does not run."""
+        assert self.bundle.reference_path is not None
+        try:
+            got = _arrays(open_on(HeldBundle(self.bundle, self.bundle.reference_path), _BEFORE), case.sample)
+        except DeployError:
+            return {}
+        return {name: site_error(array, case.truth[name]) for name, array in got.items()}
 
     def present(self) -> dict[str, str]:
         """The dtypes of the values at sites that the judged model has."""
@@ -178,21 +192,30 @@ def open_checks(bundle: BundleLike, scratch: Scratch, seed: int = 0) -> NormChec
     return NormChecks(bundle, sites, scratch, seed) if sites is not None else None
 
 
-def site_truth(bundle: BundleLike, sites: Sites, samples: Sequence[Sample], scratch: Scratch) -> list[SiteCase]:
-    """The float64 run of the graph before fusing: its values at the sites and its outputs.
+def site_truth(
+    bundle: BundleLike,
+    sites: Sites,
+    samples: Sequence[Sample],
+    scratch: Scratch,
+    outputs: Sequence[Mapping[str, Array]] | None = None,
+) -> list[SiteCase]:
+    """The float64 run of the graph before fusing: its values at the sites, and the truth of the model's ``outputs`` for
+    each sample (None: what that graph gives).
 
     Samples that it refuses are left out. Weights are held in float64 during this call only.
     """
     assert bundle.reference_path is not None
     dtypes = {name: dtype for name, dtype in sites.dtypes().items() if sites.reference.is_computed(name)}
-    program = OnnxProgram(bundle.reference_path, with_outputs(sites.reference.model, dtypes))
+    graph = sites.reference
+    model = with_outputs(graph.model, dtypes) if outputs is None else ending_at(graph, dtypes)
+    program = OnnxProgram(bundle.reference_path, model)
     cases = []
-    for sample in samples:
+    for sample, known in zip(samples, outputs or [{}] * len(samples), strict=True):
         try:
             values = program.run(sample.feeds)
         except DeployError:
             continue
-        cases.append(SiteCase(sample, dict(zip(program.outputs, values, strict=True))))
+        cases.append(SiteCase(sample, {**known, **dict(zip(program.outputs, values, strict=True))}))
     del program
     return _with_before(bundle, sites, dtypes, cases, scratch)
 
@@ -200,16 +223,15 @@ def site_truth(bundle: BundleLike, sites: Sites, samples: Sequence[Sample], scra
 def _with_before(
     bundle: BundleLike, sites: Sites, dtypes: Mapping[str, str], cases: list[SiteCase], scratch: Scratch
 ) -> list[SiteCase]:
-    """The cases with the error that the graph before fusing makes in the model's own dtypes."""
+    """The cases with the error that the graph before fusing makes at the sites, in the model's own dtypes."""
     units = {name: site.dtype for site in sites.sites for name in (*site.inputs, *site.outputs)}
     try:
-        file = scratch.tapped(sites.reference, bundle.manifest, dtypes)
-        session = open_backend(file, BACKENDS["onnxruntime-unoptimized"])
+        session = open_backend(scratch.shown(sites.reference, bundle.manifest, dtypes), _BEFORE)
         found = []
         for case in cases:
             before = {
-                name: site_error(np.asarray(value), case.truth[name], units.get(name, "float64"))
-                for name, value in session.run(case.sample.feeds).items()
+                name: site_error(value, case.truth[name], units.get(name, "float64"))
+                for name, value in _arrays(session, case.sample).items()
             }
             found.append(SiteCase(case.sample, case.truth, before))
         return found
@@ -302,6 +324,10 @@ def _verdict(site: Site, rounding: str | None, alone: Own | str, owns: Sequence[
     if rounding is not None:
         return FAIL, "norm-rounding", rounding
     return PASS, PASS, ""
+
+
+def _arrays(session: Runner, sample: Sample) -> dict[str, Array]:
+    return {name: np.asarray(value) for name, value in session.run(sample.feeds).items()}
 
 
 def by_site(checks: NormChecks, values: Mapping[str, Array]) -> dict[int, dict[str, Array]]:

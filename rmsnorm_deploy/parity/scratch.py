@@ -16,10 +16,10 @@ import onnx
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity.backends import REFERENCE, Backend
 from rmsnorm_deploy.parity.evaluator import EvaluatorSession
-from rmsnorm_deploy.parity.extract import Graph, with_outputs
+from rmsnorm_deploy.parity.extract import Graph, ending_at, with_outputs
+from rmsnorm_deploy.parity.ort_options import options_with
 from rmsnorm_deploy.parity.ulp import Array
-from rmsnorm_deploy.runtime.optional import load_module, native_library
-from rmsnorm_deploy.runtime.tensors import ort_value
+from rmsnorm_deploy.runtime.optional import native_library
 
 if TYPE_CHECKING:
     import torch
@@ -28,13 +28,16 @@ if TYPE_CHECKING:
 
 
 class ModelFile:
-    """One ONNX file as the bundle that a session wants; ``weights`` are those that its folder does not hold."""
+    """One ONNX file as the bundle that a session wants; ``weights`` are those that its folder does not hold, ``once``
+    says that a session of it runs once or twice."""
 
-    def __init__(self, path: Path, manifest: Mapping[str, Any], weights: Mapping[str, Array] | None = None) -> None:
+    def __init__(
+        self, path: Path, manifest: Mapping[str, Any], weights: Mapping[str, Array] | None = None, *, once: bool = False
+    ) -> None:
         self.model_path, self.path, self.manifest = path, path.parent, manifest
         self.reference_path: Path | None = None
         self.eager: torch.nn.Module | None = None
-        self.weights = weights or {}
+        self.weights, self._once = weights or {}, once
 
     def program(self) -> torch.export.ExportedProgram | None:
         return None
@@ -42,21 +45,11 @@ class ModelFile:
     def session(self, backend: str = "onnxruntime", **options: Any) -> Session:
         from rmsnorm_deploy.runtime import open_session
 
-        if self.weights:
-            options["session_options"] = _options_with(self.weights)
-            if options.get("custom_ops") == "auto":
-                options["custom_ops"] = native_library("ort") is not None
+        if self.weights and options.get("custom_ops") == "auto":
+            options["custom_ops"] = native_library("ort") is not None
+        if options.get("custom_ops") != "auto":
+            options["session_options"] = options_with(self.weights, once=self._once)
         return open_session(self, backend, **options)
-
-
-def _options_with(weights: Mapping[str, Array]) -> Any:
-    """Session options that hand ONNX Runtime weights which lie elsewhere: it follows no link out of a model's folder,
-    and others take a hard link for an attack."""
-    ort = load_module("onnxruntime", "pip install onnxruntime")
-    options = ort.SessionOptions()
-    options.enable_cpu_mem_arena = False  # one result that is kept would keep all of it
-    options.add_external_initializers(list(weights), [ort_value(ort, array) for array in weights.values()])
-    return options
 
 
 def stored_weights(model: onnx.ModelProto, folder: Path, files: dict[Path, Array] | None = None) -> dict[str, Array]:
@@ -117,6 +110,12 @@ class Scratch:
         model = with_outputs(graph.model, dtypes)
         return self._write(model, graph.folder, {**manifest, "signature": signature})
 
+    def shown(self, graph: Graph, manifest: Mapping[str, Any], dtypes: Mapping[str, str]) -> ModelFile:
+        """The part of the model of ``graph`` that gives the values named in ``dtypes``, and nothing else."""
+        outputs = [{"name": name, "dtype": dtype, "shape": []} for name, dtype in dtypes.items()]
+        signature = {**manifest["signature"], "outputs": outputs}
+        return self._write(ending_at(graph, dtypes), graph.folder, {**manifest, "signature": signature}, once=True)
+
     def alone(self, model: onnx.ModelProto, dtypes: Mapping[str, str], ranks: Mapping[str, int]) -> ModelFile:
         """A model that holds its constants; ``dtypes`` are those of its inputs and outputs, ``ranks`` of its inputs."""
 
@@ -131,14 +130,16 @@ class Scratch:
         }
         return self._write(model, None, {"signature": signature, "dims": {}, "norms": [], "left": []})
 
-    def _write(self, model: onnx.ModelProto, data: Path | None, manifest: Mapping[str, Any]) -> ModelFile:
+    def _write(
+        self, model: onnx.ModelProto, data: Path | None, manifest: Mapping[str, Any], *, once: bool = False
+    ) -> ModelFile:
         self._count += 1
         folder = self.path / str(self._count)
         folder.mkdir()
         path = folder / "model.onnx"
         path.write_bytes(model.SerializeToString())
         weights = stored_weights(model, data, self._files) if data is not None else {}
-        return ModelFile(path, manifest, weights)
+        return ModelFile(path, manifest, weights, once=once)
 
 
 def open_backend(file: ModelFile, backend: Backend) -> Session:
