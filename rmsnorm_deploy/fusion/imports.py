@@ -30,7 +30,7 @@ def import_graph(model: ir.Model) -> None:
         elif node.domain == _ORT_DOMAIN:
             _split_contrib_norm(node)
         elif node.domain == "" and node.op_type in ("Cast", "CastLike"):
-            resolve_cast(node)
+            _resolve_cast(node)
     if not any(node.domain == _ORT_DOMAIN for node in model.graph.all_nodes()):
         model.opset_imports.pop(_ORT_DOMAIN, None)
 
@@ -106,7 +106,7 @@ def _restore_attributes(node: ir.Node) -> None:
             node.attributes[name] = node_attribute(name, default)
 
 
-def resolve_cast(node: ir.Node) -> None:
+def _resolve_cast(node: ir.Node) -> None:
     """CastLike becomes Cast where the type is known, and a cast to the type that a value has goes away."""
     source, output = node.inputs[0], node.outputs[0]
     if node.op_type == "CastLike":

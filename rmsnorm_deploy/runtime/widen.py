@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from rmsnorm_deploy.errors import InputError
-from rmsnorm_deploy.fusion.imports import infer_shapes, inline_functions, resolve_cast
+from rmsnorm_deploy.fusion.imports import infer_shapes, inline_functions
 
 Array = np.ndarray[Any, Any]
 
@@ -53,9 +53,6 @@ def widen_bfloat16(path: Path, kernels: Kernels, own_library: bool) -> Widened |
     else:
         InlinePass()(model)
     infer_shapes(model)
-    for node in list(model.graph.all_nodes()):
-        if node.domain == "" and node.op_type == "CastLike":
-            resolve_cast(node)
     ops = _Widening(model, kernels).run()
     if not ops:
         return None
@@ -129,6 +126,7 @@ class _Widening:
         self._model = model
         self._kernels = kernels
         self._wide: dict[ir.Value, ir.Value] = {}
+        self._names = {value.name for graph in model.graphs() for value in _values(graph)}
 
     def run(self) -> Counter[str]:
         """How often which op was widened."""
@@ -163,12 +161,13 @@ class _Widening:
         _widen_attributes(node)
         for output in node.outputs:
             if output in narrow:
-                _round(node, output)
+                self._round(node, output)
 
     def _widened(self, value: ir.Value) -> ir.Value:
         """The value in float32, cast where it comes into being, so that all its readers see it."""
         if value not in self._wide:
             cast = _cast(value, _WIDE)
+            cast.outputs[0].name = self._unused(f"{value.name}/float32")
             producer, graph = value.producer(), value.graph
             assert graph is not None
             if producer is not None:
@@ -177,6 +176,32 @@ class _Widening:
                 graph.insert_before(graph[0], cast)
             self._wide[value] = cast.outputs[0]
         return self._wide[value]
+
+    def _round(self, node: ir.Node, output: ir.Value) -> None:
+        """Cast an output back; all that read it read the cast, which takes its name."""
+        cast = _cast(output, _NARROW)
+        rounded = cast.outputs[0]
+        assert node.graph is not None
+        node.graph.insert_after(node, cast)
+        name = output.name
+        output.replace_all_uses_with(rounded, replace_graph_outputs=True)
+        cast.replace_input_with(0, output)
+        output.type = ir.TensorType(_WIDE)
+        output.name, rounded.name = self._unused(f"{name}/float32"), name
+
+    def _unused(self, name: str) -> str:
+        """A name for a value that no graph has, since a graph in a graph must not repeat one."""
+        while name in self._names:
+            name += "_"
+        self._names.add(name)
+        return name
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+    yield from graph.inputs
+    yield from graph.initializers.values()
+    for node in graph:
+        yield from node.outputs
 
 
 def _arguments(node: ir.Node, schema: Any) -> Iterator[tuple[Any, ir.Value]]:
@@ -194,18 +219,6 @@ def _widen_attributes(node: ir.Node) -> None:
             node.attributes[name] = ir.AttrInt64(name, int(_WIDE))
         elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == _NARROW:
             node.attributes[name] = ir.AttrTensor(name, ir.tensor(attribute.as_tensor().numpy().astype(np.float32)))
-
-
-def _round(node: ir.Node, output: ir.Value) -> None:
-    """Cast an output back; all that read it read the cast, which takes its name."""
-    cast = _cast(output, _NARROW)
-    rounded = cast.outputs[0]
-    node.graph.insert_after(node, cast)  # type: ignore[union-attr]
-    name = output.name
-    output.replace_all_uses_with(rounded, replace_graph_outputs=True)
-    cast.replace_input_with(0, output)
-    output.type = ir.TensorType(_WIDE)
-    output.name, rounded.name = f"{name}_wide", name
 
 
 def _cast(value: ir.Value, to: ir.DataType) -> ir.Node:
