@@ -52,10 +52,13 @@ def test_long_rows(width: int, device: emu.Device) -> None:
 @pytest.mark.parametrize("sum_given", [True, False])
 def test_rows_longer_than_the_chip_holds(device: emu.Device, sum_given: bool) -> None:
     small = emu.Device(device.compute, device.multiprocessors, 3 * 16 * 1024, 1)
-    for width in (300_000, 300_001):
-        report = checked(Case(width, 2, "bf16", "bf16", skip=True, sum_given=sum_given, device=small, workspace=False))
+    case = Case(300_000, 2, "bf16", "bf16", skip=True, sum_given=sum_given, device=small, workspace=False)
+    for made in (case, replace(case, width=300_001), *(replace(case, misaligned=(late,)) for late in ("x", "sum"))):
+        report = checked(made)
         if device is SM75:
-            assert report.of("x_again").bytes > 0 or sum_given
+            assert report.of("x_again").bytes > 0
+            again = not sum_given or made.misaligned == ("sum",)
+            assert (report.of("skip_again").bytes > 0) == again, "a sum in y's phase is what is read again"
 
 
 @pytest.mark.parametrize("late", ["x", "skip", "y", "sum", "scale", "bias"])
@@ -63,6 +66,31 @@ def test_misaligned_pointers(late: str) -> None:
     for x, params in PAIRS:
         for width in (8, 64, 1024, 6144):
             checked(Case(width, 3, x, params, bias="full", skip=True, misaligned=(late,)))
+
+
+@pytest.mark.parametrize(("x", "params"), PAIRS)
+def test_every_tensor_in_a_phase_of_its_own(x: str, params: str) -> None:
+    """Wherever each tensor begins, and whatever lies between its rows."""
+    random = np.random.default_rng(len(x + params))
+    small = emu.Device(80, 4, 3 * 16 * 1024, 1)
+    split = emu.Device(SM80.compute, SM80.multiprocessors, SM80.shared_bytes, 5)
+    devices = {
+        9: SM90,
+        40: SM80,
+        130: SM75,
+        600: SM90,
+        1023: SM80,
+        4500: SM90,
+        9001: SM80,
+        20_000: split,
+        33_000: small,
+    }
+    for width, device in devices.items():
+        for turn in range(6):
+            names = [name for name in ("x", "skip", "scale", "bias", "y", "sum") for _ in range(random.integers(0, 9))]
+            bias, skip, sum_given = ("full", "none")[turn % 2], turn % 3 != 0, turn % 4 != 1
+            case = Case(width + turn, 5, x, params, turn == 4 and x != "f32", bias=bias, skip=skip, sum_given=sum_given)
+            checked(replace(case, misaligned=tuple(names), pad=int(random.integers(0, 9)), device=device))
 
 
 @pytest.mark.parametrize("pad", [1, 8, 24])
@@ -83,6 +111,15 @@ def test_in_place(in_place: str, width: int) -> None:
     skip = in_place != "y=x"
     for device in (SM75, SM90):
         checked(Case(width, 3, "f16", "f16", skip=skip, in_place=in_place, device=device))
+
+
+@pytest.mark.parametrize("in_place", ["y=x", "sum=x", "sum=skip"])
+@pytest.mark.parametrize("late", ["x", "skip", "y", "sum"])
+def test_in_place_of_a_tensor_in_another_phase(in_place: str, late: str) -> None:
+    """No thread may read what another one stores, also where neither lies as the other tensors do."""
+    small = emu.Device(80, 4, 3 * 16 * 1024, 1)
+    for width, device in ((64, SM90), (1001, SM90), (5000, SM80), (40_001, small), (40_000, small)):
+        checked(Case(width, 3, "f16", "f16", skip=True, in_place=in_place, misaligned=(late,), device=device))
 
 
 @pytest.mark.parametrize("width", [16, 512, 2048, 40_000, 600_000, 33, 1001, 20_001])
@@ -175,8 +212,55 @@ def test_aligned_rows_move_whole_sectors(x: str) -> None:
             assert traffic.bytes / traffic.requests >= 128, (width, site)
 
 
+def aligned_like(case: Case) -> Case:
+    """The same work on aligned rows: a width of whole vectors, which are no fewer."""
+    each = 16 // emu.DTYPES[case.x].itemsize
+    return replace(case, width=-(-case.width // each) * each, misaligned=(), pad=0)
+
+
+@pytest.mark.parametrize("width", [130, 1023, 4097, 131_077])
+@pytest.mark.parametrize("x", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("device", [SM80, SM90], ids=["sm80", "sm90"])
+def test_rows_of_any_width_move_as_aligned_ones_do(x: str, width: int, device: emu.Device) -> None:
+    """In 16-byte vectors, with one more request a row, and a sector more for each 16 at most."""
+    item = emu.DTYPES[x].itemsize
+    case = Case(width, 8, x, x, skip=True, bias="full", device=device, workspace=False)
+    report, aligned = checked(case), emu.run(aligned_like(case)).report
+    ideal = case.rows * width * item
+    ends = 4 * case.rows * 32  # head and tail: up to two sectors each that a vector's request touches too
+    for site in ("x", "skip", "y", "sum"):
+        traffic = report.of(site)
+        assert traffic.bytes == ideal, site
+        assert traffic.vector_requests <= aligned.of(site).vector_requests, site
+        assert traffic.single_requests <= case.rows, site
+        assert 32 * traffic.fetched_sectors <= 17 / 16 * ideal + ends, site
+    for site in ("scale", "bias"):
+        # In another phase with each row: two aligned words for each vector, of which the cache has the second.
+        traffic = report.of(site)
+        assert traffic.vector_requests <= 2 * report.of("x").vector_requests, site
+        assert traffic.single_requests <= case.rows, site
+        assert 32 * traffic.fetched_sectors <= 17 / 16 * ideal + ends, site
+
+
+@pytest.mark.parametrize("x", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize("late", [("x",), ("x", "skip", "y", "sum"), ("scale",)])
+def test_a_pointer_one_element_late_costs_no_memory_traffic(x: str, late: tuple[str, ...]) -> None:
+    item = emu.DTYPES[x].itemsize
+    for width in (1024, 4096):
+        case = Case(width, 4, x, x, skip=True, misaligned=late)
+        report, aligned = checked(case), emu.run(aligned_like(case)).report
+        ideal = case.rows * width * item
+        for site in ("x", "skip", "scale", "y", "sum"):
+            traffic = report.of(site)
+            most = aligned.of(site).vector_requests
+            in_phase = (site in late) == ("y" in late)
+            assert traffic.vector_requests <= (1 if in_phase else 2) * most, site
+            assert traffic.single_requests <= case.rows, site
+            assert 32 * traffic.fetched_sectors <= 17 / 16 * ideal + 4 * case.rows * 32, site
+
+
 def test_a_row_in_a_warp_needs_no_barrier_and_others_one() -> None:
-    for width, most in ((64, 0), (256, 0), (1024, 0), (4096, 1), (16_384, 1)):
+    for width, most in ((64, 0), (65, 0), (256, 0), (1024, 0), (1023, 0), (4096, 1), (4097, 1), (16_384, 1)):
         rows = 2000 if width < 2000 else 200
         report = checked(Case(width, rows, "f16", "f16", device=emu.Device(90, 2, 232448, 1)))
         assert report.barriers <= most * rows
@@ -194,19 +278,19 @@ def test_the_emulator_sees_what_a_device_would_not_forgive() -> None:
 
 
 def test_launches_cover_the_row_and_fit_the_device() -> None:
-    per_thread = {"many": 1, "thin": 1, "thick": 4, "single": 8}
+    per_thread = {"many": 1, "thin": 1, "thick": 4}
     rows = (1, 2, 40, 132, 133, 5000, 10**7)
     widths = (1, 8, 9, 64, 128, 256, 257, 512, 1024, 4096, 4104, 8192, 16_384, 16_392, 50_257, 131_072, 2**20, 2**31)
     for device, count, width, x in itertools.product((SM75, SM80, SM90), rows, widths, ("f32", "f16")):
         report = emu.plan(Case(width, count, x, x, device=device))
         layout = emu.LAYOUTS[report.layout]
-        item = emu.DTYPES[x].itemsize
-        unit = item if "single" in layout else 16
-        vectors = width * item // unit
+        vectors = width * emu.DTYPES[x].itemsize // 16
         assert report.reason
         assert 32 <= report.threads <= 512
         assert report.threads % 32 == 0
         assert report.threads % report.lanes == 0
+        # A thread for each single element of an unaligned row.
+        assert report.lanes >= 32 or width * emu.DTYPES[x].itemsize % 16 == 0
         assert report.cluster == 1 or device.compute >= 90
         assert report.cluster in (1, 2, 4, 8)
         assert report.blocks % report.cluster == 0

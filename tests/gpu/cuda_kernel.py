@@ -51,7 +51,7 @@ class Norm:
 
 def rows_of(case: emu.Case, dtype: str, name: str, filled: bool) -> torch.Tensor:
     stride = case.width + case.pad
-    late = int(name in case.misaligned)
+    late = case.misaligned.count(name)
     flat = torch.full(((case.rows - 1) * stride + case.width + late,), float("nan"), dtype=DTYPES[dtype], device="cuda")
     view = flat[late:].as_strided((case.rows, case.width), (stride, 1), late)
     if filled:

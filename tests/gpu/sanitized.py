@@ -22,6 +22,9 @@ for width, (x, params), skip in itertools.product(WIDTHS, PAIRS, (False, True)):
         made = cuda_kernel.norm(emu.Case(width, 3, x, params, before and x != "f32", skip=skip, bias=bias))
         made.launch()
     torch.cuda.synchronize()
+for width, late in itertools.product((64, 1001, 4096, 131_077), ("x", "y", "sum", "skip")):  # in a phase of its own
+    cuda_kernel.norm(emu.Case(width, 5, "f16", "f32", skip=True, misaligned=(late,))).launch()
+torch.cuda.synchronize()
 for width in (64, 4096):  # more rows than lanes, blocks or multiprocessors
     cuda_kernel.norm(emu.Case(width, 700, "f16", "f16")).launch()
 cuda_kernel.norm(emu.Case(300_000, 2, "f16", "f16", workspace=False)).launch()

@@ -64,8 +64,9 @@ def test_widths(x: str, params: str, width: int) -> None:
 
 @pytest.mark.parametrize("late", ["x", "skip", "y", "sum"])
 def test_misaligned_and_strided(late: str) -> None:
-    for width in (64, 1024, 8192):
+    for width in (64, 1024, 1023, 8192, 70_001):
         run(emu.Case(width, 5, "f16", "f16", skip=True, misaligned=(late,)))
+        run(emu.Case(width, 5, "f16", "f16", skip=True, misaligned=(late, late, late, "y")))
         run(emu.Case(width, 5, "bf16", "f32", skip=True, pad=3))
 
 

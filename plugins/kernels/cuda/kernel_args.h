@@ -5,28 +5,25 @@
 
 namespace rmsnorm {
 
-// The kernels' shapes: how a row is spread over threads and where it stays between its reading and its writing.
+// The kernels' shapes: how a row is spread over threads and where it stays between its reading and its writing. All
+// move 16-byte vectors; rows that don't begin or end at a 16-byte boundary have up to 30 single elements besides
+// (rows.cuh).
 enum class Layout {
-  kMany,    // registers, one 16-byte vector a thread of each of kManyRows rows; the row fits in a warp
-  kThin,    // registers, one 16-byte vector a thread
-  kThick,   // registers, up to kThickVectors 16-byte vectors a thread
-  kSingle,  // registers, up to kSingleElements elements a thread, one by one: rows that are not 16-byte aligned
-  kLong,    // shared memory, 16-byte vectors; what does not fit there is read again
-  kLongSingle,
+  kMany,   // registers, one vector a thread of each of kManyRows aligned rows; the row fits in a warp
+  kThin,   // registers, one vector a thread
+  kThick,  // registers, up to kThickVectors a thread
+  kLong,   // shared memory; what does not fit there is read again
   kSplit,  // slices of a row, each a block's, in two kernels: squares to the workspace, then the output; x is read
            // twice
-  kSplitSingle
 };
 
 constexpr int kManyRows = 4;
 constexpr int kThickVectors = 4;
-constexpr int kSingleElements = 8;
-constexpr int kLongUnroll = 4;
 constexpr int kMaxThreads = 512;
 constexpr int kMaxWarps = kMaxThreads / 32;
 constexpr int kMaxCluster = 8;
 constexpr int kSplitThreads = 256;
-constexpr int kSplitUnroll = 4;         // vectors of a thread in flight
+constexpr int kUnroll = 4;              // vectors of a thread in flight, where a row is gone through in turns
 constexpr int kMostSplitBlocks = 1024;  // of all rows: a thread adds up no more than four slices' sums
 
 // Two buffers of one partial sum a warp of the cluster: rows use them in turn, so that one barrier a row is enough.
@@ -35,7 +32,7 @@ constexpr int kPartialBytes = 2 * kPartialsPerRow * 4;
 
 enum class EpsMode : int32_t { kInside = 0, kOutside = 1, kClamp = 2 };
 
-// "Vector" is the layout's unit: 16 bytes of x, or one element in the kSingle layouts.
+// A vector is 16 bytes of x, and as many elements of the other tensors.
 struct KernelArgs {
   const char* x;
   const char* skip;
@@ -48,7 +45,10 @@ struct KernelArgs {
   int64_t y_step;
   int64_t sum_step;
   int64_t rows;
-  int64_t vectors;         // in a row
+  int64_t width;           // elements of a row
+  const char* anchor;      // the tensor whose 16-byte boundaries rows are cut at: an output, if the kernel has one
+  int64_t anchor_step;     // bytes from one row to the next
+  int32_t anchor_shift;    // log2 of its elements' bytes
   float reciprocal_width;  // 1 / elements in a row
   float eps;
   EpsMode eps_mode;

@@ -13,6 +13,7 @@ constexpr int kLongThreads = 256;
 constexpr int kResidentThreads = 2048;  // of a multiprocessor; a smaller one merely queues more blocks
 constexpr int kWavesOfBlocks = 2;       // more rows than this many blocks loop, and load the parameters once
 constexpr int kMostSplitRows = kMostSplitBlocks / 2;
+constexpr int kVectorBytes = 16;
 constexpr int64_t kSplitStep = 32;           // vectors: slices are whole warps' loads
 constexpr int64_t kMostBlocks = 0x7fffffff;  // the hardware's limit, in whole clusters below
 
@@ -24,25 +25,15 @@ int power_of_two_from(int64_t least) {
   return power;
 }
 
-int per_thread(Layout layout) {
-  switch (layout) {
-    case Layout::kThick:
-      return kThickVectors;
-    case Layout::kSingle:
-      return kSingleElements;
-    default:
-      return 1;
-  }
+int per_thread(Layout layout) { return layout == Layout::kThick ? kThickVectors : 1; }
+
+// The most whole vectors that a row has, wherever it begins; at least one, so that there is something to share out.
+int64_t vectors_of(const Problem& problem) {
+  return std::max<int64_t>(problem.width * problem.element_bytes / kVectorBytes, 1);
 }
 
-bool is_long(Layout layout) { return layout == Layout::kLong || layout == Layout::kLongSingle; }
-
-int vector_bytes(const Problem& problem) { return problem.aligned ? 16 : problem.element_bytes; }
-
-int64_t vectors_of(const Problem& problem) { return problem.width * problem.element_bytes / vector_bytes(problem); }
-
 bool fits(const Rule& rule, const Problem& problem, const Device& device) {
-  return rule.aligned == problem.aligned && vectors_of(problem) <= rule.most_vectors &&
+  return (problem.aligned || !rule.aligned_only) && vectors_of(problem) <= rule.most_vectors &&
          device.compute >= rule.least_compute &&
          (rule.least_sms_a_row == 0 || problem.rows <= device.multiprocessors / rule.least_sms_a_row) &&
          (rule.spread != Spread::kSlices || (problem.may_split && problem.rows <= kMostSplitRows));
@@ -50,14 +41,14 @@ bool fits(const Rule& rule, const Problem& problem, const Device& device) {
 
 const Rule& rule_for(const Problem& problem, const Device& device) {
   const Rule* found = kRules;
-  while (!fits(*found, problem, device)) ++found;  // the last entry of each alignment takes anything
+  while (!fits(*found, problem, device)) ++found;  // the last entry takes anything
   return *found;
 }
 
 // Lanes of a warp a row, and as many rows a block as still give every multiprocessor a block.
 void spread_over_lanes(Launch& launch, const Problem& problem, const Device& device, int64_t vectors) {
-  // Unaligned rows are read element by element, so neighbouring lanes must be on neighbouring elements.
-  const int64_t wanted = launch.layout == Layout::kSingle ? vectors : ceil_div(vectors, per_thread(launch.layout));
+  // The single elements of an unaligned row want a warp.
+  const int64_t wanted = problem.aligned ? ceil_div(vectors, per_thread(launch.layout)) : 32;
   launch.lanes = power_of_two_from(std::min<int64_t>(wanted, 32));
   const int64_t share = ceil_div(problem.rows, device.multiprocessors) * launch.lanes;
   launch.threads = static_cast<int>(std::min<int64_t>(ceil_div(share, 32) * 32, kNarrowThreads));
@@ -74,17 +65,17 @@ int block_lanes(int64_t vectors, int64_t each) {
   return static_cast<int>(std::clamp<int64_t>(warps, 2, kMaxWarps)) * 32;
 }
 
-int64_t kept_bytes(const Launch& launch, int64_t vectors, int bytes) {
-  return ceil_div(vectors, int64_t{launch.threads} * launch.cluster) * launch.threads * bytes + kPartialBytes;
+int64_t kept_bytes(const Launch& launch, int64_t vectors) {
+  return ceil_div(vectors, int64_t{launch.threads} * launch.cluster) * launch.threads * kVectorBytes + kPartialBytes;
 }
 
 // The smallest cluster whose shared memory holds the row with two blocks a multiprocessor, so that one reads while the
 // other writes; else the smallest that holds it at all; else the largest.
-int long_cluster(Launch launch, const Device& device, int64_t vectors, int bytes, int largest) {
+int long_cluster(Launch launch, const Device& device, int64_t vectors, int largest) {
   for (const int share : {2, 1}) {
     for (int cluster = 1; cluster <= largest; cluster *= 2) {
       launch.cluster = cluster;
-      if (kept_bytes(launch, vectors, bytes) <= device.shared_bytes / share) return cluster;
+      if (kept_bytes(launch, vectors) <= device.shared_bytes / share) return cluster;
     }
   }
   return largest;
@@ -100,16 +91,16 @@ int fill_cluster(const Problem& problem, const Device& device, int64_t vectors) 
 }
 
 void spread_over_blocks(Launch& launch, Spread spread, const Problem& problem, const Device& device, int64_t vectors) {
-  if (is_long(launch.layout)) {
+  if (launch.layout == Layout::kLong) {
     launch.threads = problem.rows <= device.multiprocessors ? kMaxThreads : kLongThreads;
     const int largest = spread == Spread::kBlock ? 1 : kMaxCluster;
-    launch.cluster = long_cluster(launch, device, vectors, vector_bytes(problem), largest);
+    launch.cluster = long_cluster(launch, device, vectors, largest);
   } else if (spread == Spread::kClusterToFill) {
     launch.cluster = fill_cluster(problem, device, vectors);
   } else if (spread == Spread::kCluster) {
     launch.cluster = power_of_two_from(ceil_div(vectors, int64_t{kMaxThreads} * per_thread(launch.layout)));
   }
-  if (!is_long(launch.layout)) {
+  if (launch.layout != Layout::kLong) {
     launch.threads = block_lanes(ceil_div(vectors, launch.cluster), per_thread(launch.layout));
   }
   launch.lanes = launch.threads;
@@ -121,17 +112,17 @@ void spread_over_slices(Launch& launch, const Problem& problem, const Device& de
   launch.threads = launch.lanes = kSplitThreads;
   const int64_t most = kMostSplitBlocks / problem.rows;
   const int64_t filling = std::min(ceil_div(vectors, kSplitThreads), device.multiprocessors / problem.rows);
-  const int64_t wanted = std::max(ceil_div(vectors, kSplitThreads * kSplitUnroll), filling);
+  const int64_t wanted = std::max(ceil_div(vectors, kSplitThreads * kUnroll), filling);
   const int64_t slices = std::clamp<int64_t>(wanted, 1, most);
   launch.slice_vectors = ceil_div(ceil_div(vectors, slices), kSplitStep) * kSplitStep;
   launch.slices = static_cast<int>(ceil_div(vectors, launch.slice_vectors));
 }
 
 // Memory for the row where it stays in shared memory, and for the partial sums wherever more than a warp adds them.
-void claim_shared(Launch& launch, const Problem& problem, const Device& device, int64_t vectors) {
+void claim_shared(Launch& launch, const Device& device, int64_t vectors) {
   if (launch.lanes > 32) launch.shared_bytes = kPartialBytes;
-  if (!is_long(launch.layout)) return;
-  const int64_t a_vector = int64_t{launch.threads} * vector_bytes(problem);
+  if (launch.layout != Layout::kLong) return;
+  const int64_t a_vector = int64_t{launch.threads} * kVectorBytes;
   const int64_t room = (device.shared_bytes - kPartialBytes) / a_vector;
   launch.kept = static_cast<int>(std::min(room, ceil_div(vectors, int64_t{launch.threads} * launch.cluster)));
   launch.shared_bytes += static_cast<int>(launch.kept * a_vector);
@@ -149,12 +140,12 @@ Launch launch_by(const Rule& rule, const Problem& problem, const Device& device,
   }
   if (cluster_factor > 1) {
     launch.cluster *= cluster_factor;
-    if (!is_long(launch.layout)) {
+    if (launch.layout != Layout::kLong) {
       launch.threads = block_lanes(ceil_div(vectors, launch.cluster), per_thread(launch.layout));
     }
     launch.lanes = launch.threads;
   }
-  claim_shared(launch, problem, device, vectors);
+  claim_shared(launch, device, vectors);
   if (launch.slices > 0) {
     launch.blocks = problem.rows * launch.slices;
     return launch;
@@ -166,7 +157,7 @@ Launch launch_by(const Rule& rule, const Problem& problem, const Device& device,
   return launch;
 }
 
-Rule ruled(Layout layout, Spread spread, const char* reason) { return Rule{true, kAny, 0, 0, layout, spread, reason}; }
+Rule ruled(Layout layout, Spread spread, const char* reason) { return Rule{false, kAny, 0, 0, layout, spread, reason}; }
 
 bool splits(const Rule& rule) { return rule.spread == Spread::kSlices; }
 
@@ -179,7 +170,7 @@ Problem unsplit(Problem problem) {
 
 bool tactic_applies(const Problem& problem, const Device& device, Tactic tactic) {
   if (tactic == Tactic::kTable) return true;
-  if (!problem.aligned || problem.rows < 1 || problem.width < 1) return false;
+  if (problem.rows < 1 || problem.width < 1) return false;
   const int64_t vectors = vectors_of(problem);
   const Rule& rule = rule_for(problem, device);
   switch (tactic) {
@@ -218,9 +209,6 @@ Launch choose_launch(const Problem& problem, const Device& device, Tactic tactic
   }
 }
 
-int64_t split_workspace(int64_t width) {
-  // By elements, the shorter rows that any entry splits are the unaligned ones.
-  return width < kSplitSingles ? 0 : int64_t{kMostSplitBlocks} * 4;
-}
+int64_t split_workspace(int64_t width) { return width < kLeastSplitWidth ? 0 : int64_t{kMostSplitBlocks} * 4; }
 
 }  // namespace rmsnorm

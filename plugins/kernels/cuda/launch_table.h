@@ -30,8 +30,8 @@ constexpr int kFillVectors =
     512;  // one vector for each thread of a full block: less is not worth the cluster's barrier
 
 struct Rule {
-  bool aligned;
-  int64_t most_vectors;  // in a row: 16 bytes each where aligned, else single elements
+  bool aligned_only;
+  int64_t most_vectors;  // in a row, of 16 bytes
   int least_sms_a_row;   // rows times this are no more than the multiprocessors; 0: any number of rows
   int least_compute;
   Layout layout;
@@ -39,56 +39,42 @@ struct Rule {
   const char* reason;
 };
 
-constexpr int64_t kThickBlock = int64_t{kMaxThreads} * kThickVectors;     // 32 KB: what the registers of a block hold
-constexpr int64_t kSingleBlock = int64_t{kMaxThreads} * kSingleElements;  // the same, element by element
+constexpr int64_t kThickBlock = int64_t{kMaxThreads} * kThickVectors;  // 32 KB: what the registers of a block hold
 // Where a split pays: four steps of one block, or two of a cluster, whose steps are those of eight multiprocessors.
 constexpr int64_t kSplitVectors = 4 * kThickBlock;
-constexpr int64_t kSplitSingles = 4 * kSingleBlock;
 constexpr int64_t kClusterSplitVectors = 2 * kMaxCluster * kThickBlock;
-constexpr int64_t kClusterSplitSingles = 2 * kMaxCluster * kSingleBlock;
+constexpr int64_t kLeastSplitWidth = 16384;  // elements: shorter rows are not split by any tactic either
 
 constexpr Rule kRules[] = {
     {true, 32, 0, 0, Layout::kMany, Spread::kLanes,
      "narrow: a row fits in some lanes of a warp; four rows a thread keep 64 bytes in flight, and their shuffles "
      "overlap"},
-    {true, 512, 1, 0, Layout::kThin, Spread::kBlock,
+    {false, 32, 0, 0, Layout::kThin, Spread::kLanes,
+     "narrow, and some row does not begin and end at 16-byte boundaries: a warp a row holds it, single elements "
+     "included"},
+    {false, 512, 1, 0, Layout::kThin, Spread::kBlock,
      "few rows: latency decides; all loads of a row are issued at once, one a thread"},
-    {true, 128, 0, 0, Layout::kThick, Spread::kLanes,
+    {false, 128, 0, 0, Layout::kThick, Spread::kLanes,
      "a row fits in one warp's registers: no barrier, and 64 bytes a thread in flight"},
-    {true, kThickBlock - 1, 0, 0, Layout::kThick, Spread::kBlock,
+    {false, kThickBlock - 1, 0, 0, Layout::kThick, Spread::kBlock,
      "a row fits in one block's registers: one barrier a row, several blocks a multiprocessor hide it"},
-    {true, kMaxCluster * kThickBlock, 1, 90, Layout::kThick, Spread::kClusterToFill,
+    {false, kMaxCluster * kThickBlock, 1, 90, Layout::kThick, Spread::kClusterToFill,
      "few long rows: a cluster brings the idle multiprocessors in, and the row stays in registers"},
-    {true, kThickBlock, 0, 0, Layout::kThick, Spread::kBlock, "the row just fills one block's registers"},
-    {true, kMaxCluster * kThickBlock, 0, 90, Layout::kThick, Spread::kCluster,
+    {false, kThickBlock, 0, 0, Layout::kThick, Spread::kBlock, "the row just fills one block's registers"},
+    {false, kMaxCluster * kThickBlock, 0, 90, Layout::kThick, Spread::kCluster,
      "longer than a block's registers: the fewest blocks of a cluster whose registers hold it"},
-    {true, kClusterSplitVectors - 1, 0, 90, Layout::kLong, Spread::kCluster,
+    {false, kClusterSplitVectors - 1, 0, 90, Layout::kLong, Spread::kCluster,
      "longer than a cluster's registers, and too short for a second launch to pay: its shared memory holds it"},
-    {true, kAny, 16, 90, Layout::kSplit, Spread::kSlices,
+    {false, kAny, 16, 90, Layout::kSplit, Spread::kSlices,
      "few rows of 512 KB or more: even clusters would leave half of the multiprocessors idle"},
-    {true, kAny, 0, 90, Layout::kLong, Spread::kCluster,
+    {false, kAny, 0, 90, Layout::kLong, Spread::kCluster,
      "longer than a cluster's registers: the cluster's shared memory holds up to 1.7 MB of it"},
-    {true, kSplitVectors - 1, 0, 0, Layout::kLong, Spread::kBlock,
+    {false, kSplitVectors - 1, 0, 0, Layout::kLong, Spread::kBlock,
      "no clusters, and too short for a second launch to pay: one block's shared memory holds what it can"},
-    {true, kAny, 4, 0, Layout::kSplit, Spread::kSlices,
+    {false, kAny, 4, 0, Layout::kSplit, Spread::kSlices,
      "no clusters, and few rows of 128 KB or more: a block a row would leave most multiprocessors idle"},
-    {true, kAny, 0, 0, Layout::kLong, Spread::kBlock,
+    {false, kAny, 0, 0, Layout::kLong, Spread::kBlock,
      "no clusters: one block's shared memory holds what it can, the rest is read twice"},
-    {false, 256, 0, 0, Layout::kSingle, Spread::kLanes,
-     "unaligned and narrow: element by element, neighbouring lanes on neighbouring elements"},
-    {false, kSingleBlock, 0, 0, Layout::kSingle, Spread::kBlock, "unaligned: a block's registers hold the row"},
-    {false, kMaxCluster * kSingleBlock, 0, 90, Layout::kSingle, Spread::kCluster,
-     "unaligned and long: the fewest blocks of a cluster whose registers hold it"},
-    {false, kClusterSplitSingles - 1, 0, 90, Layout::kLongSingle, Spread::kCluster,
-     "unaligned, longer than a cluster's registers, and too short for a second launch to pay"},
-    {false, kAny, 16, 90, Layout::kSplitSingle, Spread::kSlices,
-     "unaligned, few and long: even clusters would leave half of the multiprocessors idle"},
-    {false, kAny, 0, 90, Layout::kLongSingle, Spread::kCluster, "unaligned, longer than a cluster's registers"},
-    {false, kSplitSingles - 1, 0, 0, Layout::kLongSingle, Spread::kBlock,
-     "unaligned, no clusters, and too short for a second launch to pay"},
-    {false, kAny, 4, 0, Layout::kSplitSingle, Spread::kSlices,
-     "unaligned, few and long, no clusters: a block a row would leave most multiprocessors idle"},
-    {false, kAny, 0, 0, Layout::kLongSingle, Spread::kBlock, "unaligned and long, on a card without clusters"},
 };
 
 }  // namespace rmsnorm

@@ -36,9 +36,10 @@ int shift_of(int lanes) {
   return shift;
 }
 
-KernelChoice choice_of(const rmsnorm_args& args, Layout layout) {
+KernelChoice choice_of(const rmsnorm_args& args, const Problem& problem, Layout layout) {
   const bool has_params = args.scale != nullptr || args.bias != nullptr;
   return KernelChoice{layout,
+                      problem.aligned,
                       has_params && args.param_dtype == RMSNORM_F32,
                       args.scale_order == RMSNORM_BEFORE_CAST,
                       args.bias != nullptr,
@@ -46,7 +47,7 @@ KernelChoice choice_of(const rmsnorm_args& args, Layout layout) {
                       false};
 }
 
-KernelArgs kernel_args_of(const rmsnorm_args& args, const Problem& problem, const Launch& launch) {
+KernelArgs kernel_args_of(const rmsnorm_args& args, const Launch& launch) {
   const int x_bytes = bytes_of(args.x_dtype);
   KernelArgs out{};
   out.x = static_cast<const char*>(args.x);
@@ -60,7 +61,7 @@ KernelArgs kernel_args_of(const rmsnorm_args& args, const Problem& problem, cons
   out.y_step = args.y_stride * bytes_of(args.y_dtype);
   out.sum_step = args.sum_stride * x_bytes;
   out.rows = args.rows;
-  out.vectors = problem.aligned ? args.width * x_bytes / 16 : args.width;
+  out.width = args.width;
   out.reciprocal_width = static_cast<float>(1.0 / static_cast<double>(args.width));
   out.eps = static_cast<float>(args.eps);
   out.eps_mode = static_cast<EpsMode>(args.eps_mode);
@@ -77,6 +78,30 @@ KernelArgs kernel_args_of(const rmsnorm_args& args, const Problem& problem, cons
   out.slices = launch.slices;
   out.slice_vectors = launch.slice_vectors;
   return out;
+}
+
+// Whether the sum takes the place of x or skip. Its phase then decides: what a thread reads there must be its own.
+bool sum_is_input(const rmsnorm_args& args) {
+  return args.sum != nullptr && (args.sum == args.x || args.sum == args.skip);
+}
+
+KernelArgs anchored(KernelArgs args, const char* tensor, int64_t step, int32_t dtype) {
+  args.anchor = tensor;
+  args.anchor_step = step;
+  args.anchor_shift = shift_of(bytes_of(dtype));
+  return args;
+}
+
+KernelArgs anchored_at_x(const KernelArgs& all, const rmsnorm_args& args) {
+  return anchored(all, all.x, all.x_step, args.x_dtype);
+}
+
+KernelArgs anchored_at_y(const KernelArgs& all, const rmsnorm_args& args) {
+  return anchored(all, all.y, all.y_step, args.y_dtype);
+}
+
+KernelArgs anchored_at_sum(const KernelArgs& all, const rmsnorm_args& args) {
+  return anchored(all, all.sum, all.sum_step, args.x_dtype);
 }
 
 Kernel select_kernel(int32_t x_dtype, const KernelChoice& choice) {
@@ -99,18 +124,21 @@ Problem problem_of(const rmsnorm_args& args) {
 }
 
 Steps steps_of(const rmsnorm_args& args, const Problem& problem, const Launch& launch) {
-  const KernelChoice choice = choice_of(args, launch.layout);
-  const KernelArgs all = kernel_args_of(args, problem, launch);
-  const Step whole{select_kernel(args.x_dtype, choice), all};
-  if (launch.slices == 0) return Steps{1, {whole, {}}};
+  const KernelChoice choice = choice_of(args, problem, launch.layout);
+  const KernelArgs all = kernel_args_of(args, launch);
+  const Kernel kernel = select_kernel(args.x_dtype, choice);
+  if (launch.slices == 0) {
+    return Steps{1, {{kernel, sum_is_input(args) ? anchored_at_sum(all, args) : anchored_at_y(all, args)}, {}}};
+  }
   KernelChoice first = choice;
   first.squares = true;
-  Step finish = whole;
+  KernelArgs finish = anchored_at_y(all, args);
   if (args.skip != nullptr) {
-    finish.args.x = all.sum;
-    finish.args.x_step = all.sum_step;
+    finish.x = all.sum;
+    finish.x_step = all.sum_step;
   }
-  return Steps{2, {{select_kernel(args.x_dtype, first), all}, finish}};
+  const KernelArgs squares = args.skip != nullptr ? anchored_at_sum(all, args) : anchored_at_x(all, args);
+  return Steps{2, {{select_kernel(args.x_dtype, first), squares}, {kernel, finish}}};
 }
 
 }  // namespace rmsnorm

@@ -80,4 +80,37 @@ RMSNORM_DEVICE Pack<T, VEC> pack(const float (&in)[VEC]) {
   return out;
 }
 
+template <class T, int VEC>
+RMSNORM_DEVICE Pack<T, 1> element_of(const Pack<T, VEC>& pack, int i) {
+  Pack<T, 1> out;
+  if constexpr (T::kBytes == 4) {
+    out.word[0] = pack.word[i];
+  } else {
+    out.word[0] = static_cast<uint16_t>(pack.word[i / 2] >> (16 * (i & 1)));
+  }
+  return out;
+}
+
+// What begins `bytes` (below 16, and whole elements of T) into `wide`. The words to take are chosen by selects: an
+// array indexed by what is known at run time alone would be in local memory.
+template <class T, int BYTES>
+RMSNORM_DEVICE Bits<BYTES - 16> shifted_down(const Bits<BYTES>& wide, int bytes) {
+  constexpr int kWords = BYTES / 4;
+  Bits<BYTES> from = wide;
+#pragma unroll
+  for (int i = 0; i + 2 < kWords; ++i) from.word[i] = (bytes & 8) != 0 ? from.word[i + 2] : from.word[i];
+#pragma unroll
+  for (int i = 0; i + 1 < kWords; ++i) from.word[i] = (bytes & 4) != 0 ? from.word[i + 1] : from.word[i];
+  Bits<BYTES - 16> out;
+#pragma unroll
+  for (int i = 0; i < kWords - 4; ++i) {
+    out.word[i] = from.word[i];
+    if constexpr (T::kBytes == 2) {
+      const uint64_t both = (uint64_t{from.word[i + 1]} << 32) | from.word[i];
+      out.word[i] = static_cast<uint32_t>(both >> (8 * (bytes & 2)));
+    }
+  }
+  return out;
+}
+
 }  // namespace rmsnorm

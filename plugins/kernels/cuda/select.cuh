@@ -2,40 +2,39 @@
 // compile side by side.
 #pragma once
 
+#include "kernels.cuh"
 #include "select.h"
 #include "split.cuh"
 
 namespace rmsnorm {
 
 // The two kernels of a split norm; only the first has to do with the residual.
-template <class V, int VEC>
+template <class V, bool ALIGNED>
 Kernel split_kernel_of(bool squares) {
-  if (squares) return squares_kernel<typename V::T, V::kSkip, VEC>;
-  return finish_kernel<Variant<typename V::T, typename V::U, V::kOrder, V::kBias, false>, VEC>;
+  if (squares) return squares_kernel<typename V::T, V::kSkip, ALIGNED>;
+  return finish_kernel<Variant<typename V::T, typename V::U, V::kOrder, V::kBias, false>, ALIGNED>;
+}
+
+template <class V, bool ALIGNED>
+Kernel layout_of(const KernelChoice& choice) {
+  switch (choice.layout) {
+    case Layout::kMany:
+      return resident_kernel<V, 1, kManyRows, true>;
+    case Layout::kThin:
+      return resident_kernel<V, 1, 1, ALIGNED>;
+    case Layout::kThick:
+      return resident_kernel<V, kThickVectors, 1, ALIGNED>;
+    case Layout::kLong:
+      return long_kernel<V, ALIGNED>;
+    case Layout::kSplit:
+      return split_kernel_of<V, ALIGNED>(choice.squares);
+  }
+  return nullptr;
 }
 
 template <class V>
 Kernel kernel_of(const KernelChoice& choice) {
-  constexpr int kVec = 16 / V::T::kBytes;
-  switch (choice.layout) {
-    case Layout::kMany:
-      return resident_kernel<V, kVec, 1, kManyRows>;
-    case Layout::kThin:
-      return resident_kernel<V, kVec, 1, 1>;
-    case Layout::kThick:
-      return resident_kernel<V, kVec, kThickVectors, 1>;
-    case Layout::kSingle:
-      return resident_kernel<V, 1, kSingleElements, 1>;
-    case Layout::kLong:
-      return long_kernel<V, kVec>;
-    case Layout::kLongSingle:
-      return long_kernel<V, 1>;
-    case Layout::kSplit:
-      return split_kernel_of<V, kVec>(choice.squares);
-    case Layout::kSplitSingle:
-      return split_kernel_of<V, 1>(choice.squares);
-  }
-  return nullptr;
+  return choice.aligned ? layout_of<V, true>(choice) : layout_of<V, false>(choice);
 }
 
 template <class T, class U, ScaleOrder ORDER>

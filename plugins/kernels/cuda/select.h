@@ -9,6 +9,7 @@ using Kernel = void (*)(KernelArgs);
 
 struct KernelChoice {
   Layout layout;
+  bool aligned;       // as in Problem; kMany is for aligned rows alone
   bool float_params;  // scale and bias are float32, whatever x is
   bool before_cast;
   bool bias;

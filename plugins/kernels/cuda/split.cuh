@@ -4,97 +4,87 @@
 // residual the sum, in the second-level cache where the rows fit there.
 #pragma once
 
-#include "kernels.cuh"
+#include "tensors.cuh"
 
 namespace rmsnorm {
 
-// What a block has to do: `vectors` of `row` from `first` on.
+// What a block has to do: `vectors` of `row` from `first` on. A row's first slice has its single elements too.
 struct Slice {
   int64_t row;
   int64_t first;
   int vectors;
+  Grid grid;
 };
 
-RMSNORM_DEVICE Slice slice_of(const KernelArgs& args) {
+template <class V, int VEC, bool ALIGNED>
+RMSNORM_DEVICE Slice slice_of(const KernelArgs& args, const Parameters& parameters) {
   Slice slice;
   const int block = static_cast<int>(blockIdx.x);
   slice.row = block / args.slices;
   slice.first = (block % args.slices) * args.slice_vectors;
-  const int64_t left = args.vectors - slice.first;
+  slice.grid = grid_of<V, VEC, ALIGNED>(args, parameters, slice.row);
+  const int64_t left = slice.grid.vectors - slice.first;
   slice.vectors = static_cast<int>(left < args.slice_vectors ? left : args.slice_vectors);
   return slice;
 }
 
-template <class T, bool SKIP, int VEC>
+template <class V, int VEC, bool ALIGNED>
+RMSNORM_DEVICE Single<V> load_single_of(const Slice& slice, const KernelArgs& args, const Parameters& parameters,
+                                        const Place& place, Site site) {
+  if (slice.first > 0) return Single<V>{};
+  return load_single<V, VEC, ALIGNED>(args, parameters, slice.grid, place, slice.row, site);
+}
+
+template <class T, bool SKIP, bool ALIGNED>
 __global__ void __launch_bounds__(kSplitThreads, 2) squares_kernel(const __grid_constant__ KernelArgs args) {
-  constexpr int kBytes = VEC * T::kBytes;
-  constexpr int kU = kSplitUnroll;
+  using V = Variant<T, T, ScaleOrder::kAfterCast, false, SKIP>;
+  constexpr int kVec = 16 / T::kBytes;
+  constexpr int kU = kUnroll;
   const Place place = place_of(args);
-  const Slice slice = slice_of(args);
+  const Parameters none{{nullptr, true, 1.0f}, {nullptr, true, 0.0f}};
+  const Slice slice = slice_of<V, kVec, ALIGNED>(args, none);
   wait_for_previous_kernel();
   let_next_kernel_start();
 
-  const int64_t offset = slice.first * kBytes;
-  const char* x_at = args.x + slice.row * args.x_step + offset;
-  const char* skip_at = SKIP ? args.skip + slice.row * args.skip_step + offset : nullptr;
-  char* sum_at = SKIP ? args.sum + slice.row * args.sum_step + offset : nullptr;
-  const int turn_vectors = kU * place.stride;
+  Single<V> single = load_single_of<V, kVec, ALIGNED>(slice, args, none, place, Site::kX);
   float total = 0.0f;
-  for (int left = slice.vectors; left > 0; left -= turn_vectors) {
-    Pack<T, VEC> x[kU];
-    load_row<T, VEC, kU>(x, x_at, place, left, Site::kX);
-    if constexpr (SKIP) {
-      Pack<T, VEC> skip[kU];
-      load_row<T, VEC, kU>(skip, skip_at, place, left, Site::kSkip);
+  for (int done = 0; done < slice.vectors; done += kU * place.stride) {
+    Pack<T, kVec> x[kU];
+    const RowAt at = row_at<V>(args, slice.row, slice.grid.head + (slice.first + done) * kVec);
+    read_vectors<V, kVec, kU, ALIGNED>(x, at, place, slice.vectors - done);
 #pragma unroll
-      for (int i = 0; i < kU; ++i) x[i] = summed<T, VEC>(x[i], skip[i]);
-      store_row<T, VEC, kU>(sum_at, x, place, left);
-      skip_at += int64_t{turn_vectors} * kBytes;
-      sum_at += int64_t{turn_vectors} * kBytes;
-    }
-#pragma unroll
-    for (int i = 0; i < kU; ++i) total = squares<T, VEC>(x[i], total);
-    x_at += int64_t{turn_vectors} * kBytes;
+    for (int i = 0; i < kU; ++i) total = squares<T, kVec>(x[i], total);
   }
-  total = row_sum(total, args, place, 0);
+  total = row_sum(square_single<V>(single, args, slice.row, total), args, place, 0);
   if (place.lane == 0) {
     store_global<4>(args.partials + 4 * int64_t{blockIdx.x}, Bits<4>{{float_to_bits(total)}}, Site::kPartials);
   }
 }
 
 // args.x is what squares_kernel squared: x, or with a residual the sum.
-template <class V, int VEC>
+template <class V, bool ALIGNED>
 __global__ void __launch_bounds__(kSplitThreads, 2) finish_kernel(const __grid_constant__ KernelArgs args) {
   using T = typename V::T;
-  using U = typename V::U;
-  using Y = typename OutputOf<V>::Type;
-  constexpr int kBytes = VEC * T::kBytes;
-  constexpr int kU = kSplitUnroll;
+  constexpr int kVec = 16 / T::kBytes;
+  constexpr int kU = kWriteUnroll<V>;
   const Place place = place_of(args);
-  const Slice slice = slice_of(args);
   wait_for_previous_kernel();
   let_next_kernel_start();
 
-  const bool one_scale = args.scale_is_one_element != 0;
-  const bool one_bias = args.bias_is_one_element != 0;
-  const float scale0 = everywhere<U>(args.scale, one_scale, 1.0f, Site::kScale);
-  const float bias0 = V::kBias ? everywhere<U>(args.bias, one_bias, 0.0f, Site::kBias) : 0.0f;
-  const char* const x_at = args.x + slice.row * args.x_step + slice.first * kBytes;
-  char* const y_at = args.y + slice.row * args.y_step + slice.first * (VEC * Y::kBytes);
-  Pack<T, VEC> x[kU];
-  Pack<U, VEC> scale[kU];
+  const Parameters parameters = parameters_of<V>(args);
+  const Slice slice = slice_of<V, kVec, ALIGNED>(args, parameters);
+  Pack<T, kVec> x[kU];
+  Gains<V, kVec, kU> gains;
+  RowAt at;
   const auto load = [&](int done) {
-    load_row<T, VEC, kU>(x, x_at + int64_t{done} * kBytes, place, slice.vectors - done, Site::kXAgain);
-#pragma unroll
-    for (int i = 0; i < kU; ++i) {
-      const int column = done + place.column0 + i * place.stride;
-      if (column < slice.vectors) {
-        scale[i] = parameter_at<U, VEC>(args.scale, one_scale, scale0, slice.first + column, Site::kScale);
-      }
-    }
+    const int64_t element = slice.grid.head + (slice.first + done) * kVec;
+    at = row_at<V>(args, slice.row, element);
+    load_vectors<T, kVec, kU, ALIGNED>(x, at.x, place, slice.vectors - done, Site::kXAgain);
+    load_gains<V, kVec, kU, ALIGNED>(gains, parameters, element, place, slice.vectors - done);
   };
   // These are on their way while the sums are added up.
   load(0);
+  const Single<V> single = load_single_of<V, kVec, ALIGNED>(slice, args, parameters, place, Site::kXAgain);
   float total = 0.0f;
   const char* const partials = args.partials + 4 * slice.row * args.slices;
 #pragma unroll
@@ -105,18 +95,9 @@ __global__ void __launch_bounds__(kSplitThreads, 2) finish_kernel(const __grid_c
   const float factor = factor_of(row_sum(total, args, place, 0), args);
   for (int done = 0; done < slice.vectors; done += kU * place.stride) {
     if (done > 0) load(done);
-#pragma unroll
-    for (int i = 0; i < kU; ++i) {
-      const int column = done + place.column0 + i * place.stride;
-      if (column < slice.vectors) {
-        Pack<U, VEC> bias{};
-        if constexpr (V::kBias) {
-          bias = parameter_at<U, VEC>(args.bias, one_bias, bias0, slice.first + column, Site::kBias);
-        }
-        store_output<V, VEC>(y_at + int64_t{column} * (VEC * Y::kBytes), x[i], scale[i], bias, factor, args);
-      }
-    }
+    store_outputs<V, kVec, kU, ALIGNED>(at.y, x, gains, factor, args, place, slice.vectors - done);
   }
+  store_single<V>(single, args, slice.row, factor);
 }
 
 }  // namespace rmsnorm

@@ -26,9 +26,11 @@ typedef struct rmsnorm_emulated_device {
 /* Counted for each of: x, skip, scale, bias, y, sum, x again, skip again, partial sums. */
 typedef struct rmsnorm_emulated_traffic {
   int64_t bytes;
-  int64_t requests;      /* instructions of a warp */
-  int64_t sectors;       /* of 32 bytes, touched by those */
-  int64_t least_sectors; /* the fewest that as many bytes need */
+  int64_t requests;        /* instructions of a warp */
+  int64_t single_requests; /* those of them that move less than 16 bytes a thread */
+  int64_t sectors;         /* of 32 bytes, touched by those */
+  int64_t cached_sectors;  /* those of them that the warp's request before had just touched */
+  int64_t least_sectors;   /* the fewest that as many bytes need */
 } rmsnorm_emulated_traffic;
 
 typedef struct rmsnorm_emulated_report {

@@ -7,6 +7,9 @@ namespace rmsnorm::emulator {
 namespace {
 
 constexpr uintptr_t kSector = 32;
+constexpr int kVectorBytes = 16;
+constexpr int kVectors = 0;  // kinds of requests
+constexpr int kSingles = 1;
 constexpr uint32_t kManyReaders = UINT32_MAX;
 const char* const kSiteNames[kSites] = {"x",   "skip",    "scale",      "bias",        "y",
                                         "sum", "x again", "skip again", "partial sums"};
@@ -14,6 +17,12 @@ const char* const kSiteNames[kSites] = {"x",   "skip",    "scale",      "bias", 
 // True where `before` is known to have happened: some barrier lies between the two.
 bool ordered(const SharedAccess& before, const Progress& now, bool same_block) {
   return (same_block && now.block > before.at.block) || now.waited > before.at.arrived;
+}
+
+int64_t shared_sectors(const Request& a, const Request& b) {
+  return std::count_if(a.sectors.begin(), a.sectors.end(), [&](uintptr_t sector) {
+    return std::find(b.sectors.begin(), b.sectors.end(), sector) != b.sectors.end();
+  });
 }
 
 }  // namespace
@@ -47,8 +56,9 @@ void Machine::global(const char* at, int bytes, bool write, Site site, bool* all
   if (found->writable) note_global(*found, address, bytes, write);
 
   Thread& self = thread();
-  std::vector<Request>& requests = warps_[static_cast<size_t>(self.warp)].requests[index];
-  const auto turn = static_cast<size_t>(self.seen[index]++);
+  const int kind = bytes < kVectorBytes ? kSingles : kVectors;
+  std::vector<Request>& requests = warps_[static_cast<size_t>(self.warp)].requests[index][kind];
+  const auto turn = static_cast<size_t>(self.seen[index][kind]++);
   if (turn >= requests.size()) requests.resize(turn + 1);
   Request& request = requests[turn];
   request.bytes += bytes;
@@ -84,14 +94,13 @@ void Machine::note_global(const rmsnorm_emulated_buffer& buffer, uintptr_t addre
   }
 }
 
-void Machine::note_shared(Block& block, int owner, int offset, int bytes, bool write) {
+void Machine::note_shared(Block& block, int offset, int bytes, bool write) {
   const Thread& self = thread();
   const SharedAccess access{fibers_.running(), self.progress};
   const auto clashes = [&](const SharedAccess& before) {
     const bool same_block = before.thread >= 0 && all_[static_cast<size_t>(before.thread)].block == self.block;
     return before.thread >= 0 && before.thread != access.thread && !ordered(before, self.progress, same_block);
   };
-  (void)owner;
   for (int word = offset / 4; word <= (offset + bytes - 1) / 4; ++word) {
     Shadow& shadow = block.shadows[static_cast<size_t>(word)];
     // Two 16-bit elements share a word without harm.
@@ -121,7 +130,7 @@ char* Machine::shared(int rank, int offset, int bytes, bool write) {
     return nullptr;
   }
   if (rank >= 0 && cluster_ > 1 && thread().progress.waited == 0) fault("store to a block that may not have started");
-  note_shared(block, owner, offset, bytes, write);
+  note_shared(block, offset, bytes, write);
   return block.shared.data() + offset;
 }
 
@@ -202,7 +211,9 @@ void Machine::run_cluster(int64_t first_block) {
   }
   for (Warp& warp : warps_) {
     warp.arrivals = 0;
-    for (auto& requests : warp.requests) requests.clear();
+    for (auto& site : warp.requests) {
+      for (auto& requests : site) requests.clear();
+    }
   }
   for (Block& block : blocks_) {
     block.arrivals = 0;
@@ -238,11 +249,15 @@ void Machine::tally() {
   for (const Warp& warp : warps_) {
     for (int site = 0; site < kSites; ++site) {
       rmsnorm_emulated_traffic& traffic = report_->traffic[site];
-      for (const Request& request : warp.requests[site]) {
-        traffic.bytes += request.bytes;
-        traffic.requests += 1;
-        traffic.sectors += static_cast<int64_t>(request.sectors.size());
-        traffic.least_sectors += (request.bytes + static_cast<int64_t>(kSector) - 1) / static_cast<int64_t>(kSector);
+      traffic.single_requests += static_cast<int64_t>(warp.requests[site][kSingles].size());
+      for (const std::vector<Request>& requests : warp.requests[site]) {
+        for (const Request& request : requests) {
+          traffic.bytes += request.bytes;
+          traffic.requests += 1;
+          traffic.sectors += static_cast<int64_t>(request.sectors.size());
+          traffic.least_sectors += (request.bytes + static_cast<int64_t>(kSector) - 1) / static_cast<int64_t>(kSector);
+          if (&request != requests.data()) traffic.cached_sectors += shared_sectors(request, *(&request - 1));
+        }
       }
     }
   }

@@ -45,6 +45,10 @@ struct GlobalShadow {
   std::unique_ptr<uint32_t[], Free> writer;
 };
 
+// An instruction of a warp: its threads' n-th accesses of one kind at one site. A warp's vectors and its single
+// elements are of two kinds, because some of its threads may have a vector less and others an element more.
+constexpr int kKinds = 2;
+
 struct Request {
   std::vector<uintptr_t> sectors;
   int64_t bytes = 0;
@@ -55,7 +59,7 @@ struct Warp {
   int masks[2] = {};
   int arrivals = 0;
   int generation = 0;
-  std::vector<Request> requests[kSites];
+  std::vector<Request> requests[kSites][kKinds];
 };
 
 struct Block {
@@ -71,7 +75,7 @@ struct Thread {
   int block;  // in the cluster
   int warp;   // in the cluster
   int lane;
-  int seen[kSites] = {};
+  int seen[kSites][kKinds] = {};
   const int* waits_for = nullptr;  // goes on when *waits_for is no longer `waits_at`
   int waits_at = 0;
 };
@@ -96,7 +100,7 @@ class Machine {
   bool advance(int index);
   void wait(const int* counter);
   void fault(const std::string& what);
-  void note_shared(Block& block, int owner, int offset, int bytes, bool write);
+  void note_shared(Block& block, int offset, int bytes, bool write);
   void note_global(const rmsnorm_emulated_buffer& buffer, uintptr_t address, int bytes, bool write);
   void tally();
 
