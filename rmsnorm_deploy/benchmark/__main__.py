@@ -1,7 +1,8 @@
 """Time a bundle's model on PyTorch and ONNX Runtime, fused and not, and against the same model with LayerNorm.
 
 Instead of a bundle: ``kernels`` times this package's kernels, ``overhead`` the pipeline against PyTorch's export, and
-``fusion`` the fusion of ever more norms, ``tokens`` a bundle against PyTorch's own export; each has its own --help.
+``fusion`` the fusion of ever more norms, ``parity`` the cost of parity, ``tokens`` a bundle against PyTorch's own
+export; each has its own --help.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from rmsnorm_deploy.cli import Parser, positive, positive_number, run_command
 from rmsnorm_deploy.errors import EXIT_OK
 
-_SUBCOMMANDS = ("fusion", "kernels", "overhead", "tokens")
+_SUBCOMMANDS = ("fusion", "kernels", "overhead", "parity", "tokens")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,8 +18,8 @@ import torch
 
 from rmsnorm_deploy import __version__
 from rmsnorm_deploy.bundle import FORMAT, MODEL, REFERENCE, Bundle, save_program, seal, write_manifest
+from rmsnorm_deploy.collector import rare_collections
 from rmsnorm_deploy.errors import InputError
-from rmsnorm_deploy.export.collector import rare_collections
 from rmsnorm_deploy.export.dynamic import by_parameter, take_names, usual_names
 from rmsnorm_deploy.export.foreign import script_leaves
 from rmsnorm_deploy.export.onnx_reader import read_onnx

@@ -151,7 +151,7 @@ def open_on(bundle: BundleLike, backend: Backend, *, insist: bool = False) -> Ru
 
 
 def _with_sparing_options(backend: Backend) -> dict[str, Any]:
-    """The options of a backend. Where a session is to find out whether the custom ops serve, its options are its own."""
+    """The options of a backend; "auto" finds out by itself whether the custom ops serve, and takes none besides."""
     if backend.runtime != "onnxruntime" or backend.options.get("custom_ops") == "auto":
         return backend.options
     return {**backend.options, "session_options": sparing_options()}

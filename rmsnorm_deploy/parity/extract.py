@@ -165,16 +165,19 @@ def _settle_type(node: onnx.NodeProto, dtype: int | None) -> None:
 
 
 def ending_at(graph: Graph, names: Iterable[str]) -> onnx.ModelProto:
-    """A model that gives the values of those names alone, without the nodes and constants that none of them needs."""
+    """A model that gives the values of those names alone, without the nodes and constants that none of them needs, and
+    without what only readers need: types of values in between, and where nodes come from."""
     wanted = list(dict.fromkeys(names))
     part = graph.between((), wanted, len(graph.model.graph.node), shapes=True)
     constants = set(part.constants)
     model = onnx.ModelProto()
     model.CopyFrom(graph.model)
-    for field in (model.graph.node, model.graph.initializer, model.graph.output):
+    for field in (model.graph.node, model.graph.initializer, model.graph.output, model.graph.value_info):
         del field[:]
     model.graph.node.extend(part.nodes)
     model.graph.initializer.extend(tensor for name, tensor in graph.constants.items() if name in constants)
+    for node in model.graph.node:
+        del node.metadata_props[:]
     # an input that is given back keeps its type
     model.graph.output.extend(graph.inputs.get(name) or onnx.ValueInfoProto(name=name) for name in wanted)
     return model

@@ -280,13 +280,17 @@ class NormRuns:
 
 
 def run_norms(
-    checks: NormChecks, backend: Backend, cases: Sequence[SiteCase], alone: Own | str | None = None
+    checks: NormChecks,
+    backend: Backend,
+    cases: Sequence[SiteCase],
+    alone: Own | str | None = None,
+    values: list[dict[str, Array]] | None = None,
 ) -> NormRuns:
-    """Run the ops alone, unless that is known, and the whole model on each case."""
+    """Run the ops alone and the whole model on each case, unless ``alone`` or the ``values`` at norms are known."""
     alone = checks.isolated(backend) if alone is None else alone
-    values = checks.running(backend, cases)
-    owns = [] if isinstance(values, str) else [checks.own(by_site(checks, run)) for run in values]
-    return NormRuns(backend, cases, alone, values, owns)
+    run = checks.running(backend, cases) if values is None else values
+    owns = [] if isinstance(run, str) else [checks.own(by_site(checks, each)) for each in run]
+    return NormRuns(backend, cases, alone, run, owns)
 
 
 def judge_sites(checks: NormChecks, runs: NormRuns) -> list[SiteError]:

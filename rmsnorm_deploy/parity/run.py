@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rmsnorm_deploy.collector import rare_collections
 from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
 from rmsnorm_deploy.parity.backends import Backend, HeldBundle, Runner, chosen, open_baseline, open_on
 from rmsnorm_deploy.parity.judge import budgets, judge
@@ -40,6 +41,7 @@ from rmsnorm_deploy.parity.scratch import Scratch
 from rmsnorm_deploy.parity.sites import Sites, find_sites
 from rmsnorm_deploy.parity.ulp import Array, UlpError, ulp_error, worst_of
 from rmsnorm_deploy.parity.unfused import beside_unfused, refuses_unfused_too
+from rmsnorm_deploy.parity.watched import open_watched
 from rmsnorm_deploy.runtime.optional import one_line
 
 Progress = Callable[[str], None]
@@ -65,6 +67,7 @@ class Case:
         return all(array.size for array in self.sample.feeds.values())
 
 
+@rare_collections()
 def run_parity(
     bundle: BundleLike,
     *,
@@ -107,6 +110,7 @@ class Prepared:
     sites: list[SiteCase]
 
 
+@rare_collections()
 def prepare(
     bundle: BundleLike, *, seed: int = 0, samples: Sequence[Sample] | None = None, progress: Progress | None = None
 ) -> Prepared:
@@ -145,6 +149,7 @@ def _truth_at_sites(bundle: BundleLike, sites: Sites, cases: Sequence[Case], scr
     return site_truth(bundle, sites, samples, scratch, outputs)
 
 
+@rare_collections()
 def judge_prepared(
     prepared: Prepared,
     bundle: BundleLike,
@@ -164,12 +169,16 @@ def judge_prepared(
         for backend in judged:
             give_back_memory(bundle.path)  # what the session before held
             say(f"parity of {backend.title}")
+            values: list[dict[str, Array]] | None = None
             if backend.title == prepared.baseline:
                 result, own = _judge_baseline(backend, prepared.cases, limits)
             else:
-                result, own = _judge_backend(bundle, backend, prepared.cases, limits, insist)
+                watched = open_watched(checks, backend, prepared.sites, limits) if checks is not None else None
+                result, own = _judge_backend(bundle, backend, prepared.cases, limits, insist, watched)
+                values = watched.at_norms() if watched is not None else None
+                del watched
             if checks is not None and backend.shows_norms and result.verdict != NOT_RUN:
-                runs = run_norms(checks, backend, prepared.sites)
+                runs = run_norms(checks, backend, prepared.sites, values=values)
                 at_norms = judge_sites(checks, runs)
                 result = _with_norms(result, at_norms)
                 sites += at_norms
@@ -281,11 +290,17 @@ def _judge_baseline(
 
 
 def _judge_backend(
-    bundle: BundleLike, backend: Backend, cases: Sequence[Case], limits: dict[str, Budget], insist: bool
+    bundle: BundleLike,
+    backend: Backend,
+    cases: Sequence[Case],
+    limits: dict[str, Budget],
+    insist: bool,
+    watched: Runner | None,
 ) -> tuple[BackendResult, list[Measurement]]:
+    """``watched`` is a session of the backend's own, where one is open."""
     start = time.perf_counter()
     try:
-        session = open_on(bundle, backend, insist=insist)
+        session = watched or open_on(bundle, backend, insist=insist)
     except BackendUnavailable as error:
         if insist:
             raise

@@ -65,6 +65,14 @@ def make_samples(manifest: Mapping[str, Any], *, seed: int = 0, adversarial: boo
     return samples
 
 
+def sample_of_size(manifest: Mapping[str, Any], size: int, *, seed: int = 0) -> Sample:
+    """Random values where every named dim is ``size``, but those that lead an input, which are 1."""
+    inputs, limits = list(manifest["signature"]["inputs"]), dict(manifest.get("dims") or {})
+    leading = {str(item["shape"][0]) for item in inputs if len(item["shape"]) > 1}
+    dims = {name: 1 if name in leading else size for name in limits}
+    return _sample(f"random, size {size}", "random", inputs, limits, dims, seed, "normal")
+
+
 def load_samples(path: Path, manifest: Mapping[str, Any]) -> list[Sample]:
     """The user's own arrays: an .npz with one array an input, named as the inputs are.
 

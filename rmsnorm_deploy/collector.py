@@ -1,4 +1,4 @@
-"""Python's collector of cycles, made rare while a model is traced."""
+"""Python's collector of cycles, made rare while a model is traced or read."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _RARE = (100_000, 50, 100)  # objects before a collection, and how many of each 
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Collect rarely: tracing makes millions of objects that stay, and every collection walks them all.
+    """Collect rarely: tracing and reading make millions of objects that stay, and every collection walks them all.
 
-    On SmolLM2 that is an eighth of the trace's time and half of the time to store the program.
+    On SmolLM2 that is an eighth of the trace's time, half of the time to store the program, a third of that to read it.
     """
     before = gc.get_threshold()
     gc.set_threshold(*_RARE)
