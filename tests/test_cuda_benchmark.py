@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from rmsnorm_deploy.benchmark import kernels, kernels_cuda
-from rmsnorm_deploy.benchmark.kernels_cuda import COPY, EMPTY, OURS, Buffers, Case, CaseResult, judge, measure
+from rmsnorm_deploy.benchmark.kernels_cuda import COPY, EMPTY, OURS, Buffers, Case, judge, measure
 from rmsnorm_deploy.benchmark.kernels_cuda_plot import most_rows, one_row, plot
+from rmsnorm_deploy.benchmark.kernels_result import CaseResult, Timing, to_json
 from rmsnorm_deploy.benchmark.timing import Call
 from rmsnorm_deploy.errors import BackendUnavailable
 
@@ -57,8 +58,8 @@ def broken(case: Case, sets: Sequence[Buffers], scale: torch.Tensor) -> list[Cal
 TABLE = {OURS: sleeper(0.001), "torch": kernels_cuda.torch_calls, COPY: kernels_cuda.copy_calls}
 
 
-def result_of(case: Case, **microseconds: float) -> CaseResult:
-    timings = [kernels.Timing(name.replace("_", " "), value, value, value, 1.0) for name, value in microseconds.items()]
+def result_of(case: Case, **microseconds: float) -> CaseResult[Case]:
+    timings = [Timing(name.replace("_", " "), value, value, value, 1.0) for name, value in microseconds.items()]
     return CaseResult(case, timings)
 
 
@@ -127,7 +128,7 @@ def test_bars() -> None:
 
 def test_the_data_survive_json_and_are_drawn(tmp_path: Path) -> None:
     results = [measure(case, HostClock(), 1, TABLE) for case in kernels_cuda.cases(["float32"], (1, 4), (128, 256))]
-    data = json.loads(json.dumps(kernels_cuda.to_json(results)))
+    data = json.loads(json.dumps(to_json(kernels_cuda.machine(), results)))
     assert data["machine"]["torch"] == torch.__version__
     own = data["cases"]
     assert {name: [width for width, _ in points] for name, points in one_row(own).items()}[OURS] == [128, 256]

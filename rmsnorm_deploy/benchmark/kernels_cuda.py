@@ -8,11 +8,8 @@ the figures are medians over the turns.
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -20,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from rmsnorm_deploy import ckernel
-from rmsnorm_deploy.benchmark.kernels import Timing, Verdict
-from rmsnorm_deploy.benchmark.timing import Call, quantile
+from rmsnorm_deploy.benchmark.kernels_result import CaseResult, Verdict, print_bars, timings_of, to_json, write_json
+from rmsnorm_deploy.benchmark.timing import Call
 from rmsnorm_deploy.cli import Parser, positive
 from rmsnorm_deploy.errors import BackendUnavailable
 from rmsnorm_deploy.runtime.optional import load_module, one_line
@@ -65,16 +62,6 @@ class Buffers(NamedTuple):
 
     x: torch.Tensor
     y: torch.Tensor
-
-
-@dataclass
-class CaseResult:
-    """All contestants of one case, and why others are missing."""
-
-    case: Case
-    timings: list[Timing] = field(default_factory=list)
-    missing: dict[str, str] = field(default_factory=dict)
-    verdicts: list[Verdict] = field(default_factory=list)
 
 
 class Clock(Protocol):
@@ -236,7 +223,9 @@ def cases(
     return [Case(count, width, dtype) for dtype in dtypes for width in widths for count in rows]
 
 
-def measure(case: Case, clock: Clock, turns: int = 15, contestants: Mapping[str, Maker] = CONTESTANTS) -> CaseResult:
+def measure(
+    case: Case, clock: Clock, turns: int = 15, contestants: Mapping[str, Maker] = CONTESTANTS
+) -> CaseResult[Case]:
     """Run all contestants of one case in turns. A case that does not fit the device's memory has no timings."""
     result = CaseResult(case)
     own_y = sum(name not in WRITE_TO_OURS for name in contestants)
@@ -264,13 +253,7 @@ def measure(case: Case, clock: Clock, turns: int = 15, contestants: Mapping[str,
     for _ in range(turns):
         for name, prepared in ready.items():
             samples[name].append(clock.seconds(prepared) / count)
-    copy = statistics.median(samples[COPY])
-    for name, values in samples.items():
-        median = statistics.median(values)
-        p5, p95 = quantile(values, 0.05), quantile(values, 0.95)
-        size = 0 if name == EMPTY else case.bytes_moved
-        share = None if name == EMPTY else copy / median
-        result.timings.append(Timing(name, median * 1e6, p5 * 1e6, p95 * 1e6, size / median / 1e9, share))
+    result.timings = timings_of(samples, case.bytes_moved, COPY, idle=EMPTY)
     result.verdicts = judge(result)
     return result
 
@@ -280,7 +263,7 @@ def _buffers(case: Case, device: str) -> Buffers:
     return Buffers(torch.randn(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
 
 
-def judge(result: CaseResult) -> list[Verdict]:
+def judge(result: CaseResult[Case]) -> list[Verdict]:
     """The bars that this case has, each a ratio that must reach its bar."""
     case = result.case
     times = {timing.name: timing.median for timing in result.timings}
@@ -326,18 +309,15 @@ def run(argv: Sequence[str]) -> int:
         results.append(measure(case, GpuClock(), arguments.turns, wanted))
         print(line_of(results[-1]), flush=True)
         if arguments.json:  # as far as it went, should something stop it
-            Path(arguments.json).write_text(json.dumps(to_json(results), indent=1) + "\n")
+            write_json(to_json(machine(), results), Path(arguments.json))
     if arguments.plot:
         from rmsnorm_deploy.benchmark.kernels_cuda_plot import plot
 
-        plot(to_json(results), Path(arguments.plot))
-    verdicts = [verdict for result in results for verdict in result.verdicts]
-    missed = [verdict for verdict in verdicts if not verdict.met]
-    print(f"{len(verdicts) - len(missed)} of {len(verdicts)} bars met, {len(missed)} missed")
-    return 1 if arguments.check and missed else 0
+        plot(to_json(machine(), results), Path(arguments.plot))
+    return 1 if print_bars(results) and arguments.check else 0
 
 
-def line_of(result: CaseResult) -> str:
+def line_of(result: CaseResult[Case]) -> str:
     """One line: our time and bandwidth, the best peer, and the bars."""
     times = {timing.name: timing for timing in result.timings}
     if OURS not in times:
@@ -348,12 +328,8 @@ def line_of(result: CaseResult) -> str:
     return "; ".join([text, *words])
 
 
-def to_json(results: Sequence[CaseResult]) -> dict[str, Any]:
-    """All results and what they were measured on, as plain values."""
-    return {"machine": _machine(), "cases": [{**asdict(item), "case": item.case._asdict()} for item in results]}
-
-
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """The GPU and the versions that matter, as plain values."""
     there = torch.cuda.is_available()
     properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device()) if there else None
     return {

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rmsnorm_deploy.errors import BackendUnavailable
+from rmsnorm_deploy.benchmark.kernels_figure import new_figure, save
 
 Points = dict[str, list[tuple[int, float]]]
 
@@ -22,22 +22,15 @@ def plot(data: Mapping[str, Any], path: Path) -> None:
     Raises:
         BackendUnavailable: matplotlib is not installed.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BackendUnavailable("matplotlib is not installed: pip install matplotlib") from error
-
     dtypes = list(dict.fromkeys(case["case"]["dtype"] for case in data["cases"]))
-    figure = Figure(figsize=(4 * max(len(dtypes), 1), 7), layout="constrained")
+    figure = new_figure(4 * max(len(dtypes), 1), 7)
     axes = figure.subplots(2, max(len(dtypes), 1), squeeze=False)
     for column, dtype in enumerate(dtypes):
         own = [case for case in data["cases"] if case["case"]["dtype"] == dtype and case["timings"]]
         _draw(axes[0][column], most_rows(own), f"{dtype}: share of a copy, most rows", log=False)
         _draw(axes[1][column], one_row(own), f"{dtype}: one row, microseconds", log=True)
     figure.suptitle(str(data["machine"]["gpu"]))
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    save(figure, path)
 
 
 def most_rows(cases: list[Any]) -> Points:

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rmsnorm_deploy.errors import BackendUnavailable
+from rmsnorm_deploy.benchmark.kernels_cases import OURS
+from rmsnorm_deploy.benchmark.kernels_figure import new_figure, save
 
-OURS = "ours in onnxruntime"
 COLORS = {OURS: "#0a7d5a", "memcpy": "#b8b8b8", "onnxruntime's best": "#d08a1d", "torch rms_norm": "#c4472f"}
 
 
@@ -23,14 +23,8 @@ def plot(data: Mapping[str, Any], path: Path) -> None:
     Raises:
         BackendUnavailable: matplotlib is not installed.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BackendUnavailable("matplotlib is not installed: pip install matplotlib") from error
-
     cases = [case for case in data["cases"] if case["case"]["threads"] == 1 and case["case"]["rows"] > 1]
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = new_figure(11, 4.5)
     axes = figure.add_subplot()
     width = 0.8 / len(COLORS)
     for place, (name, color) in enumerate(COLORS.items()):
@@ -43,8 +37,7 @@ def plot(data: Mapping[str, Any], path: Path) -> None:
     axes.legend(ncols=len(COLORS), fontsize=8, loc="upper center")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_ylim(top=axes.get_ylim()[1] * 2)
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    save(figure, path)
 
 
 def _gigabytes(timings: Sequence[Mapping[str, Any]], name: str) -> float:
