@@ -3,8 +3,9 @@
 For each family and dtype: the recipe in export/ is exported with dynamic batch and sequence; the RMSNorms that PyTorch
 executes are counted on a run (rmsnorm_deploy/observe.py) and held against the fused call sites; stock ONNX Runtime,
 without our kernels, runs the file at two other sizes, and is judged as parity judges it. Where ONNX Runtime has no
-kernel for bfloat16, the evaluator of the onnx package runs the file in that very dtype instead. In both cases the graph
-before fusing and the fused one are run in float64 as well, which shows anything but rounding.
+kernel for bfloat16, the evaluator of the onnx package runs the file in that very dtype instead, and ONNX Runtime with
+those ops widened to float32. In all cases the graph before fusing and the fused one are run in float64 as well, which
+shows anything but rounding.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ FAMILIES = {
 }
 DTYPES = ("fp32", "fp16", "bf16")
 SIZES = ((1, 11, 4), (3, 19, 7))  # batch, sequence, and any other length; none is an example's
+WIDENED = "ONNX Runtime widened"
 GRAPH_TOLERANCE = 2.0**-20  # of a row's size, in float64: constants folded in float32, and an epsilon held in float32
 
 
@@ -64,7 +66,7 @@ class Result:
         executed: RMSNorms that PyTorch executed; ``fused`` call sites in the file, ``residual`` of them with an add.
         left: look-alikes that were left.
         fixed: inputs with a dim that is a number although it is no width, as "input_ids[1]=6".
-        runtime: what ran the file in its dtype; ``refused`` is what ONNX Runtime said if that isn't ONNX Runtime.
+        runtime: what ran the file in its dtype; ``refused`` is what ONNX Runtime said if it did not as it is.
         max_ulp, budget: the largest error against float64, and what parity allows; ``verdict`` is parity's rule.
         eager_ulp: the largest error of PyTorch itself.
         graph_error: what fusing changed in float64, relative to a row's size.
@@ -223,7 +225,7 @@ class _Judge:
             refusal = str(error)
         refusal = refusal.split("[ONNXRuntimeError] : ")[-1].replace(str(self.bundle.model_path), "the model")
         refusal = refusal.split(" node with name")[0]  # the operator tells more than the node
-        return self._reference(replace(result, refused=refusal))
+        return self._widened(self._reference(replace(result, refused=refusal)))
 
     def _reference(self, result: Result) -> Result:
         from onnx.reference import ReferenceEvaluator
@@ -231,6 +233,13 @@ class _Judge:
         evaluator = ReferenceEvaluator(str(self.bundle.model_path))
         return self._measure(
             replace(result, runtime="onnx.reference"), lambda feeds: list(evaluator.run(self.names, feeds))
+        )
+
+    def _widened(self, result: Result) -> Result:
+        """ONNX Runtime with what it has no kernel for in float32, besides: the worse of the two counts."""
+        session = self.bundle.session("onnxruntime", custom_ops=False, widen_bfloat16=True)
+        return self._measure(
+            replace(result, runtime=f"{result.runtime}, {WIDENED}"), lambda feeds: self._in_order(session.run(feeds))
         )
 
     def _measure(self, result: Result, run: Callable[[dict[str, Array]], list[Array]]) -> Result:

@@ -368,6 +368,18 @@ def test_tokens_times_the_bundle_against_pytorchs_export_and_no_norms(
         assert all(time["median"] > 0 for time in result["milliseconds"].values())
 
 
+def test_tokens_widens_bfloat16_in_each_contestant_where_it_is_told_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = (torch.randint(0, 50, (2, 7)),)
+    made = export_model(TokenModel().bfloat16(), args, out_dir=tmp_path / "b", check=False, benchmark=False)
+    command = [str(made.path), "--seconds", "0.1", "--threads", "1"]
+    assert tokens_main(command) == 3
+    assert "NOT_IMPLEMENTED" in capsys.readouterr().err
+    assert tokens_main([*command, "--widen-bfloat16"]) == 0
+    assert "ONNX Runtime, 1 threads, bfloat16 widened; speedup over" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="only Linux says how busy its cores are")
 def test_a_program_that_takes_a_core_is_seen() -> None:
     spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])

@@ -11,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from onnx.parser import parse_model
@@ -22,7 +23,7 @@ from rmsnorm_deploy.runtime.tensors import DTYPES
 
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
-from rmsnorm_deploy.runtime.widen import Kernels, widen_bfloat16  # noqa: E402
+from rmsnorm_deploy.runtime.widen import Kernels, Widened, widen_bfloat16  # noqa: E402
 
 LEVELS = ["all", "extended", "basic", "disabled"]
 NAMES = {code: name for name, (_, _, code) in DTYPES.items()}
@@ -62,6 +63,10 @@ def signature_of(graph: onnx.GraphProto) -> dict[str, Any]:
 
 def opened(bundle: Bundle, **options: Any) -> Any:
     return bundle.session("onnxruntime", **{"custom_ops": False, "widen_bfloat16": True, **options})
+
+
+def copy_of(bundle: Bundle, kernels: Kernels, own_library: bool = False) -> Widened | None:
+    return widen_bfloat16(ir.load(bundle.model_path), bundle.path, kernels, own_library)
 
 
 def some(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -163,7 +168,7 @@ def test_inputs_that_are_left_out_stay_out_and_one_that_is_read_twice_is_cast_on
     y, z = opened(bundle)(x, torch.tensor(0.5).bfloat16())
     assert torch.equal(y, x.clamp(max=0.5))
     assert torch.equal(z, x * x)
-    copy = widen_bfloat16(bundle.model_path, Kernels(ort, ["CPUExecutionProvider"]), own_library=False)
+    copy = copy_of(bundle, Kernels(ort, ["CPUExecutionProvider"]))
     assert copy is not None
     nodes = onnx.load_from_string(copy.model).graph.node
     assert [node.op_type for node in nodes if "x" in node.input] == ["Cast"]
@@ -196,7 +201,7 @@ def test_what_attributes_make_bfloat16_is_float32_until_it_is_rounded(tmp_path):
     x, shape = some(3, 3), torch.tensor([3, 3])
     want = x + torch.tensor(0.3).bfloat16()
     for listed in (ort, runtime_without("ConstantOfShape")):  # which has a kernel in newer versions
-        copy = widen_bfloat16(bundle.model_path, Kernels(listed, ["CPUExecutionProvider"]), own_library=False)
+        copy = copy_of(bundle, Kernels(listed, ["CPUExecutionProvider"]))
         assert copy is not None
         assert ("ConstantOfShape" in copy.ops) == (listed is not ort)
         bundle.model_path.write_bytes(copy.model)
@@ -299,7 +304,7 @@ def test_weights_beside_the_model_are_used_and_nothing_on_disk_changes(tmp_path,
 
 def test_the_copy_has_no_weights_of_any_size(tmp_path):
     bundle, weights = linear(tmp_path)
-    copy = widen_bfloat16(bundle.model_path, Kernels(ort, ["CPUExecutionProvider"]), own_library=False)
+    copy = copy_of(bundle, Kernels(ort, ["CPUExecutionProvider"]))
     assert copy is not None
     assert set(copy.weights) == {"table"}
     assert len(copy.model) < weights["table"].nbytes // 4
@@ -387,10 +392,10 @@ def test_what_a_gpu_has_a_kernel_for_stays_in_bfloat16(tmp_path, versions, widen
         kernel("CUDAExecutionProvider", "Add", (14, 2**31 - 1), "float", "float16"),
     )
     bundle = bundle_of(tmp_path, text)
-    copy = widen_bfloat16(bundle.model_path, Kernels(runtime, ["CUDAExecutionProvider", "CPUExecutionProvider"]), False)
+    copy = copy_of(bundle, Kernels(runtime, ["CUDAExecutionProvider", "CPUExecutionProvider"]))
     assert copy is not None
     assert set(copy.ops) == widened
-    on_cpu = widen_bfloat16(bundle.model_path, Kernels(runtime, ["CPUExecutionProvider"]), False)
+    on_cpu = copy_of(bundle, Kernels(runtime, ["CPUExecutionProvider"]))
     assert on_cpu is not None
     assert set(on_cpu.ops) == {"Add", "MatMul"}
 

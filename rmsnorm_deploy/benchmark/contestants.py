@@ -11,18 +11,28 @@ from rmsnorm_deploy.benchmark.timing import Call
 from rmsnorm_deploy.errors import BackendUnavailable, InputError
 from rmsnorm_deploy.parity.ulp import Array
 from rmsnorm_deploy.runtime.optional import load_module, one_line
-from rmsnorm_deploy.runtime.tensors import DTYPES, dtype_name, to_torch
+from rmsnorm_deploy.runtime.tensors import DTYPES, dtype_name, ort_value, to_torch
 
 if TYPE_CHECKING:
     import torch
+
+    from rmsnorm_deploy.runtime.widen import Widened
 
 _FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 def onnxruntime_call(
-    model: bytes, folder: Path, feeds: Mapping[str, Array], *, threads: int, library: Path | None = None
+    model: bytes,
+    folder: Path,
+    feeds: Mapping[str, Array],
+    *,
+    threads: int,
+    library: Path | None = None,
+    widen_bfloat16: bool = False,
 ) -> Call:
     """Runs serialized ``model``, whose external data are in ``folder``, on ``feeds``.
+
+    ``widen_bfloat16``: as a session's option of that name.
 
     Threads spin while a run lasts, as they do for a user, but not after it: they would take time from whoever is
     measured next.
@@ -40,6 +50,11 @@ def onnxruntime_call(
     if library is not None:
         options.register_custom_ops_library(str(library))
     errors = _error_types(ort)
+    copy = _widened(ort, model, folder, library is not None) if widen_bfloat16 else None
+    if copy is not None:
+        values = [ort_value(ort, array) for array in copy.weights.values()]
+        options.add_external_initializers(list(copy.weights), values)
+        model = copy.model
     try:
         session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         binding = session.io_binding()
@@ -56,10 +71,21 @@ def onnxruntime_call(
         kind = BackendUnavailable if "NOT_IMPLEMENTED" in str(error) else InputError
         raise kind(f"onnxruntime {ort.__version__}: {one_line(error)}") from error
 
-    def call(keep_alive: Any = tensors) -> None:
+    def call(keep_alive: Any = (tensors, copy)) -> None:
         session.run_with_iobinding(binding)
 
     return call
+
+
+def _widened(ort: Any, model: bytes, folder: Path, own_library: bool) -> Widened | None:
+    import onnx
+    import onnx_ir as ir
+
+    from rmsnorm_deploy.runtime.widen import Kernels, widen_bfloat16
+
+    read = ir.from_proto(onnx.load_from_string(model))
+    ir.external_data.set_base_dir(read.graph, folder)
+    return widen_bfloat16(read, folder, Kernels(ort, ["CPUExecutionProvider"]), own_library)
 
 
 def _error_types(ort: Any) -> tuple[type[Exception], ...]:

@@ -39,6 +39,11 @@ def _parser() -> Parser:
     )
     parser.add_argument("--threads", type=positive, default=2, help="of ONNX Runtime (2)")
     parser.add_argument("--seconds", type=positive_number, default=20.0, help="of measuring a shape (20)")
+    parser.add_argument(
+        "--widen-bfloat16",
+        action="store_true",
+        help="run ops that have no bfloat16 kernel in float32, in all contestants",
+    )
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     return parser
 
@@ -54,13 +59,13 @@ def _run(options: argparse.Namespace) -> int:
         print("exporting with PyTorch alone", file=sys.stderr, flush=True)
         stock = _torch_export(bundle, Path(folder))
         results = [
-            _time(_contestants(bundle, stock, _ids(inputs[0], shape), options.threads), shape, options.seconds)
+            _time(_contestants(bundle, stock, _ids(inputs[0], shape), options), shape, options.seconds)
             for shape in SHAPES
         ]
     if options.json:
         print(json.dumps({"threads": options.threads, "results": results}, indent=1))
     else:
-        _print(results, options.threads)
+        _print(results, f"{options.threads} threads{', bfloat16 widened' * options.widen_bfloat16}")
     return EXIT_OK
 
 
@@ -85,11 +90,18 @@ def _ids(spec: dict[str, Any], shape: tuple[int, int]) -> dict[str, Any]:
     return {spec["name"]: np.random.default_rng(0).integers(0, spec["high"], shape)}
 
 
-def _contestants(bundle: Any, stock: Path, feeds: dict[str, Any], threads: int) -> dict[str, Call]:
+def _contestants(bundle: Any, stock: Path, feeds: dict[str, Any], options: argparse.Namespace) -> dict[str, Call]:
     from rmsnorm_deploy.native import find_library
 
     def call(path: Path, model: bytes | None = None, library: Path | None = None) -> Call:
-        return onnxruntime_call(model or path.read_bytes(), path.parent, feeds, threads=threads, library=library)
+        return onnxruntime_call(
+            model or path.read_bytes(),
+            path.parent,
+            feeds,
+            threads=options.threads,
+            library=library,
+            widen_bfloat16=options.widen_bfloat16,
+        )
 
     path, library = bundle.model_path, find_library("ort")
     return {
@@ -114,8 +126,8 @@ def _time(contestants: dict[str, Call], shape: tuple[int, int], seconds: float) 
     }
 
 
-def _print(results: list[dict[str, Any]], threads: int) -> None:
-    print(f"ONNX Runtime, {threads} threads; speedup over PyTorch's own opset-{TORCH_OPSET} export in the same run")
+def _print(results: list[dict[str, Any]], how: str) -> None:
+    print(f"ONNX Runtime, {how}; speedup over PyTorch's own opset-{TORCH_OPSET} export in the same run")
     for index, result in enumerate(results):
         batch, length = result["shape"]
         print(f"{batch} x {length} tokens: PyTorch's export {result['milliseconds'][TORCH]['median']:.1f} ms")

@@ -134,10 +134,13 @@ class OnnxRuntimeSession(Session):
         _hand_over(self._ort, options, copy.weights, model)
         return create_session(self._ort, copy.model, options, self._providers)
 
-    def _widen(self, model: Path, own_library: bool) -> Widened | None:
+    def _widen(self, path: Path, own_library: bool) -> Widened | None:
+        import onnx_ir as ir
+
         from rmsnorm_deploy.runtime.widen import Kernels, widen_bfloat16
 
-        return widen_bfloat16(model, Kernels(self._ort, [name for name, _ in self._providers]), own_library)
+        kernels = Kernels(self._ort, [name for name, _ in self._providers])
+        return widen_bfloat16(ir.load(path), path.parent, kernels, own_library)
 
     def _options(self) -> Any:
         ort, (optimization, threads) = self._ort, self._settings

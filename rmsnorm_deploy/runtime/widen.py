@@ -39,15 +39,16 @@ class Widened:
     ops: Mapping[str, int]
 
 
-def widen_bfloat16(path: Path, kernels: Kernels, own_library: bool) -> Widened | None:
-    """The model at ``path`` with every bfloat16 op that is not among ``kernels`` in float32; None if there is none.
+def widen_bfloat16(model: ir.Model, folder: Path, kernels: Kernels, own_library: bool) -> Widened | None:
+    """The model with every bfloat16 op that is not among ``kernels`` in float32; None if there is none.
 
+    model: is changed.
+    folder: of its external weights.
     own_library: the norms of this package have kernels; else they are written out first.
 
     Raises:
-        InputError: weights outside the folder of the model.
+        InputError: weights outside the folder.
     """
-    model = ir.load(path)
     if own_library:
         inline_functions(model)
     else:
@@ -56,7 +57,7 @@ def widen_bfloat16(path: Path, kernels: Kernels, own_library: bool) -> Widened |
     ops = _Widening(model, kernels).run()
     if not ops:
         return None
-    weights = _weights(model, path.parent)
+    weights = _weights(model, folder)
     return Widened(ir.to_proto(model).SerializeToString(), weights, ops)
 
 
