@@ -12,21 +12,11 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include "bits.h"
+
 #define RMSNORM_DEVICE __device__ __forceinline__
 
 namespace rmsnorm {
-
-// What an access to global memory is for. The emulator counts by it; on the device it vanishes.
-enum class Site { kX, kSkip, kScale, kBias, kY, kSum, kXAgain, kSkipAgain, kPartials };
-
-template <int BYTES>
-struct Bits {
-  uint32_t word[BYTES / 4];
-};
-template <>
-struct Bits<2> {
-  uint16_t word[1];
-};
 
 // Plain loads, not the read-only path: y may be x itself, and the parameters may be what the previous kernel is still
 // writing when this one starts early.

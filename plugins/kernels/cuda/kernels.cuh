@@ -14,16 +14,19 @@ template <class V, int N, int ROWS, bool ALIGNED>
 __global__ void __launch_bounds__(kMaxThreads, 1) resident_kernel(const __grid_constant__ KernelArgs args) {
   static_assert(ALIGNED || ROWS == 1, "single elements are kept of one row");
   using T = typename V::T;
+  using U = typename V::U;
   constexpr int kVec = 16 / T::kBytes;
   const Place place = place_of(args);
   if (args.cluster > 1) cluster_arrive_started();
   wait_for_previous_kernel();
   let_next_kernel_start();
 
-  const Parameters parameters = parameters_of<V>(args);
-  Gains<V, kVec, N> gains;
+  Pack<U, kVec> scale[N];
+  Pack<U, kVec> bias[V::kBias ? N : 1] = {};
   if constexpr (ALIGNED) {
-    load_gains<V, kVec, N, ALIGNED>(gains, parameters, 0, place, static_cast<int>(args.width / kVec));
+    const int vectors = static_cast<int>(args.width / kVec);
+    load_parameter<U, kVec, N, true>(scale, scale_of(args), 0, place, vectors, Site::kScale);
+    if constexpr (V::kBias) load_parameter<U, kVec, N, true>(bias, bias_of(args), 0, place, vectors, Site::kBias);
   }
   const int slots = args.lanes <= 32 ? static_cast<int>(blockDim.x) >> args.lane_shift : 1;
   const int64_t step = static_cast<int64_t>(gridDim.x >> args.cluster_shift) * (slots * ROWS);
@@ -32,34 +35,31 @@ __global__ void __launch_bounds__(kMaxThreads, 1) resident_kernel(const __grid_c
   for (int turn = 0; first < args.rows; first += step, ++turn) {
     const int64_t row0 = first + place.slot;
     Pack<T, kVec> x[ROWS][N];
-    RowAt at[ROWS];
     int vectors[ROWS];
     Grid grid{};
+    // Found again where it is needed: pointers to four tensors are more registers than there are to spare.
+    const auto at = [&](int r) { return row_at<V>(args, row0 + r * slots, grid.head); };
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      grid = grid_of<V, kVec, ALIGNED>(args, parameters, row0 + r * slots);
-      at[r] = row_at<V>(args, row0 + r * slots, grid.head);
+      grid = grid_of<V, kVec, ALIGNED>(args, row0 + r * slots);
       vectors[r] = static_cast<int>(grid.vectors);
-      load_vectors<T, kVec, N, ALIGNED>(x[r], at[r].x, place, vectors[r], Site::kX);
+      load_vectors<T, kVec, N, ALIGNED>(x[r], at(r).x, place, vectors[r], Site::kX);
     }
-    Single<V> single = load_single<V, kVec, ALIGNED>(args, parameters, grid, place, row0, Site::kX);
+    Single<T> single = load_single<V, kVec, ALIGNED>(args, grid, place, row0, Site::kX);
     if constexpr (V::kSkip) {
-      Pack<T, kVec> skip[ROWS][N];
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) add_vectors<T, kVec, N, ALIGNED>(x[r], at(r).skip, place, vectors[r]);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
-        load_vectors<T, kVec, N, ALIGNED>(skip[r], at[r].skip, place, vectors[r], Site::kSkip);
-      }
-#pragma unroll
-      for (int r = 0; r < ROWS; ++r) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) x[r][i] = summed<T, kVec>(x[r][i], skip[r][i]);
-        if (at[r].sum != nullptr) {
-          store_vectors<T, kVec, N, ALIGNED>(at[r].sum, x[r], place, vectors[r], Site::kSum);
+        if (at(r).sum != nullptr) {
+          store_vectors<T, kVec, N, ALIGNED>(at(r).sum, x[r], place, vectors[r], Site::kSum);
         }
       }
     }
     // Not before the residual is added: both at once are more than the registers hold.
-    if constexpr (!ALIGNED) load_gains<V, kVec, N, ALIGNED>(gains, parameters, grid.head, place, vectors[0]);
+    if constexpr (!ALIGNED) {
+      load_parameter<U, kVec, N, ALIGNED>(scale, scale_of(args), grid.head, place, vectors[0], Site::kScale);
+    }
     float total[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -78,8 +78,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1) resident_kernel(const __grid_c
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       const float factor = factor_of(total[r], args);
-      store_outputs<V, kVec, N, ALIGNED>(at[r].y, x[r], gains, factor, args, place, vectors[r]);
-      if constexpr (!ALIGNED) store_single<V>(single, args, row0, factor);
+      if constexpr (ALIGNED) {
+        const auto held = [&](int i, int) { return bias[V::kBias ? i : 0]; };
+        store_outputs<V, kVec, N, ALIGNED>(at(r).y, x[r], scale, held, factor, args, place, vectors[r]);
+      } else {
+        const LoadedBias<V, kVec, ALIGNED> loaded{args, grid.head};
+        store_outputs<V, kVec, N, ALIGNED>(at(r).y, x[r], scale, loaded, factor, args, place, vectors[r]);
+        store_single<V>(single, args, row0, factor);
+      }
     }
   }
 }
@@ -102,6 +108,7 @@ RMSNORM_DEVICE Pack<typename V::T, VEC> read_again(const RowAt& at, int64_t byte
 template <class V, bool ALIGNED>
 __global__ void __launch_bounds__(kMaxThreads, 1) long_kernel(const __grid_constant__ KernelArgs args) {
   using T = typename V::T;
+  using U = typename V::U;
   constexpr int kVec = 16 / T::kBytes;
   constexpr int kU = kUnroll;
   constexpr int kW = kWriteUnroll<V>;
@@ -110,15 +117,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1) long_kernel(const __grid_const
   wait_for_previous_kernel();
   let_next_kernel_start();
 
-  const Parameters parameters = parameters_of<V>(args);
   const int vectors_read = kU * place.stride;
   const int vectors_written = kW * place.stride;
   const int shelf = kPartialBytes + place.lane * 16;
   const int64_t step = gridDim.x >> args.cluster_shift;
   int64_t row = blockIdx.x >> args.cluster_shift;
   for (int turn = 0; row < args.rows; row += step, ++turn) {
-    const Grid grid = grid_of<V, kVec, ALIGNED>(args, parameters, row);
-    Single<V> single = load_single<V, kVec, ALIGNED>(args, parameters, grid, place, row, Site::kX);
+    const Grid grid = grid_of<V, kVec, ALIGNED>(args, row);
+    Single<T> single = load_single<V, kVec, ALIGNED>(args, grid, place, row, Site::kX);
     float total = 0.0f;
     int k = 0;
     for (int64_t done = 0; done < grid.vectors; done += vectors_read, k += kU) {
@@ -134,8 +140,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1) long_kernel(const __grid_const
     total = square_single<V>(single, args, row, total);
 
     // The first of the scale is on its way while the sums are combined.
-    Gains<V, kVec, kW> gains;
-    load_gains<V, kVec, kW, ALIGNED>(gains, parameters, grid.head, place, batch_of(grid.vectors, vectors_written));
+    Pack<U, kVec> scale[kW];
+    const auto load_scale = [&](int64_t done) {
+      load_parameter<U, kVec, kW, ALIGNED>(scale, scale_of(args), grid.head + done * kVec, place,
+                                           batch_of(grid.vectors - done, vectors_written), Site::kScale);
+    };
+    load_scale(0);
     const float factor = factor_of(row_sum(total, args, place, turn), args);
     k = 0;
     for (int64_t done = 0; done < grid.vectors; done += vectors_written, k += kW) {
@@ -151,8 +161,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1) long_kernel(const __grid_const
         x[i] = k + i < args.kept ? load_shared<16>(shelf + (k + i) * args.lanes * 16)
                                  : read_again<V, kVec, ALIGNED>(at, int64_t{column} * 16);
       }
-      if (done > 0) load_gains<V, kVec, kW, ALIGNED>(gains, parameters, element, place, vectors);
-      store_outputs<V, kVec, kW, ALIGNED>(at.y, x, gains, factor, args, place, vectors);
+      if (done > 0) load_scale(done);
+      const LoadedBias<V, kVec, ALIGNED> bias{args, element};
+      store_outputs<V, kVec, kW, ALIGNED>(at.y, x, scale, bias, factor, args, place, vectors);
     }
     store_single<V>(single, args, row, factor);
   }

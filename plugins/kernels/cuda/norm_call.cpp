@@ -137,7 +137,8 @@ Steps steps_of(const rmsnorm_args& args, const Problem& problem, const Launch& l
     finish.x = all.sum;
     finish.x_step = all.sum_step;
   }
-  const KernelArgs squares = args.skip != nullptr ? anchored_at_sum(all, args) : anchored_at_x(all, args);
+  KernelArgs squares = args.skip != nullptr ? anchored_at_sum(all, args) : anchored_at_x(all, args);
+  squares.scale = squares.bias = nullptr;  // it has no use for them, in whatever phase they are
   return Steps{2, {{select_kernel(args.x_dtype, first), squares}, {kernel, finish}}};
 }
 

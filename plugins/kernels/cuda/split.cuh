@@ -17,22 +17,22 @@ struct Slice {
 };
 
 template <class V, int VEC, bool ALIGNED>
-RMSNORM_DEVICE Slice slice_of(const KernelArgs& args, const Parameters& parameters) {
+RMSNORM_DEVICE Slice slice_of(const KernelArgs& args) {
   Slice slice;
   const int block = static_cast<int>(blockIdx.x);
   slice.row = block / args.slices;
   slice.first = (block % args.slices) * args.slice_vectors;
-  slice.grid = grid_of<V, VEC, ALIGNED>(args, parameters, slice.row);
+  slice.grid = grid_of<V, VEC, ALIGNED>(args, slice.row);
   const int64_t left = slice.grid.vectors - slice.first;
   slice.vectors = static_cast<int>(left < args.slice_vectors ? left : args.slice_vectors);
   return slice;
 }
 
 template <class V, int VEC, bool ALIGNED>
-RMSNORM_DEVICE Single<V> load_single_of(const Slice& slice, const KernelArgs& args, const Parameters& parameters,
-                                        const Place& place, Site site) {
-  if (slice.first > 0) return Single<V>{};
-  return load_single<V, VEC, ALIGNED>(args, parameters, slice.grid, place, slice.row, site);
+RMSNORM_DEVICE Single<typename V::T> load_single_of(const Slice& slice, const KernelArgs& args, const Place& place,
+                                                    Site site) {
+  if (slice.first > 0) return Single<typename V::T>{};
+  return load_single<V, VEC, ALIGNED>(args, slice.grid, place, slice.row, site);
 }
 
 template <class T, bool SKIP, bool ALIGNED>
@@ -41,12 +41,11 @@ __global__ void __launch_bounds__(kSplitThreads, 2) squares_kernel(const __grid_
   constexpr int kVec = 16 / T::kBytes;
   constexpr int kU = kUnroll;
   const Place place = place_of(args);
-  const Parameters none{{nullptr, true, 1.0f}, {nullptr, true, 0.0f}};
-  const Slice slice = slice_of<V, kVec, ALIGNED>(args, none);
+  const Slice slice = slice_of<V, kVec, ALIGNED>(args);
   wait_for_previous_kernel();
   let_next_kernel_start();
 
-  Single<V> single = load_single_of<V, kVec, ALIGNED>(slice, args, none, place, Site::kX);
+  Single<T> single = load_single_of<V, kVec, ALIGNED>(slice, args, place, Site::kX);
   float total = 0.0f;
   for (int done = 0; done < slice.vectors; done += kU * place.stride) {
     Pack<T, kVec> x[kU];
@@ -65,26 +64,27 @@ __global__ void __launch_bounds__(kSplitThreads, 2) squares_kernel(const __grid_
 template <class V, bool ALIGNED>
 __global__ void __launch_bounds__(kSplitThreads, 2) finish_kernel(const __grid_constant__ KernelArgs args) {
   using T = typename V::T;
+  using U = typename V::U;
   constexpr int kVec = 16 / T::kBytes;
   constexpr int kU = kWriteUnroll<V>;
   const Place place = place_of(args);
   wait_for_previous_kernel();
   let_next_kernel_start();
 
-  const Parameters parameters = parameters_of<V>(args);
-  const Slice slice = slice_of<V, kVec, ALIGNED>(args, parameters);
+  const Slice slice = slice_of<V, kVec, ALIGNED>(args);
   Pack<T, kVec> x[kU];
-  Gains<V, kVec, kU> gains;
+  Pack<U, kVec> scale[kU];
   RowAt at;
+  int64_t element;
   const auto load = [&](int done) {
-    const int64_t element = slice.grid.head + (slice.first + done) * kVec;
+    element = slice.grid.head + (slice.first + done) * kVec;
     at = row_at<V>(args, slice.row, element);
     load_vectors<T, kVec, kU, ALIGNED>(x, at.x, place, slice.vectors - done, Site::kXAgain);
-    load_gains<V, kVec, kU, ALIGNED>(gains, parameters, element, place, slice.vectors - done);
+    load_parameter<U, kVec, kU, ALIGNED>(scale, scale_of(args), element, place, slice.vectors - done, Site::kScale);
   };
   // These are on their way while the sums are added up.
   load(0);
-  const Single<V> single = load_single_of<V, kVec, ALIGNED>(slice, args, parameters, place, Site::kXAgain);
+  const Single<T> single = load_single_of<V, kVec, ALIGNED>(slice, args, place, Site::kXAgain);
   float total = 0.0f;
   const char* const partials = args.partials + 4 * slice.row * args.slices;
 #pragma unroll
@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(kSplitThreads, 2) finish_kernel(const __grid_c
   const float factor = factor_of(row_sum(total, args, place, 0), args);
   for (int done = 0; done < slice.vectors; done += kU * place.stride) {
     if (done > 0) load(done);
-    store_outputs<V, kVec, kU, ALIGNED>(at.y, x, gains, factor, args, place, slice.vectors - done);
+    const LoadedBias<V, kVec, ALIGNED> bias{args, element};
+    store_outputs<V, kVec, kU, ALIGNED>(at.y, x, scale, bias, factor, args, place, slice.vectors - done);
   }
   store_single<V>(single, args, slice.row, factor);
 }

@@ -7,6 +7,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "../cuda/bits.h"
+
 #define __global__
 #define __launch_bounds__(...)
 #define __grid_constant__
@@ -14,17 +16,7 @@
 
 namespace rmsnorm {
 
-enum class Site { kX, kSkip, kScale, kBias, kY, kSum, kXAgain, kSkipAgain, kPartials };
 constexpr int kSites = 9;
-
-template <int BYTES>
-struct Bits {
-  uint32_t word[BYTES / 4];
-};
-template <>
-struct Bits<2> {
-  uint16_t word[1];
-};
 
 namespace emulator {
 
