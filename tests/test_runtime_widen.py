@@ -18,7 +18,7 @@ from onnx.parser import parse_model
 
 from rmsnorm_deploy import native, register
 from rmsnorm_deploy.bundle import Bundle
-from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.errors import BackendUnavailable, InputError
 from rmsnorm_deploy.runtime.tensors import DTYPES
 
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
@@ -349,6 +349,13 @@ def test_a_model_that_needs_the_option_is_refused_in_one_line_that_names_it(tmp_
     assert "Could not find an implementation for Exp(13)" in text
     assert text.endswith("; widen_bfloat16=True runs ops that have no bfloat16 kernel in float32")
     assert "\n" not in text
+
+
+def test_a_runtime_that_is_too_old_is_refused(tmp_path, monkeypatch):
+    bundle = bundle_of(tmp_path, "g (bfloat16[n] x) => (bfloat16[n] y) { y = Exp(x) }")
+    monkeypatch.delattr(ort.OrtValue, "ortvalue_from_numpy_with_onnx_type")
+    with pytest.raises(BackendUnavailable, match=r"needs onnxruntime 1\.20 or newer, and this is .*: upgrade it"):
+        opened(bundle)
 
 
 def test_a_model_that_the_option_does_not_help_is_not_told_of_it(tmp_path):

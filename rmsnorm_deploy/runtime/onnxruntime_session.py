@@ -139,6 +139,10 @@ class OnnxRuntimeSession(Session):
 
         from rmsnorm_deploy.runtime.widen import Kernels, widen_bfloat16
 
+        if not hasattr(self._ort.OrtValue, "ortvalue_from_numpy_with_onnx_type"):  # which also takes bfloat16 inputs
+            raise BackendUnavailable(
+                f"widen_bfloat16 needs onnxruntime 1.20 or newer, and this is {self._ort.__version__}: upgrade it"
+            )
         kernels = Kernels(self._ort, [name for name, _ in self._providers])
         return widen_bfloat16(ir.load(path), path.parent, kernels, own_library)
 
