@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rmsnorm_deploy.benchmark import kernels, kernels_cuda
-from rmsnorm_deploy.benchmark.kernels_cuda import COPY, EMPTY, OURS, Buffers, Case, judge, measure
+from rmsnorm_deploy.benchmark import kernels, kernels_cuda, kernels_cuda_peers
+from rmsnorm_deploy.benchmark.kernels_cuda import measure
+from rmsnorm_deploy.benchmark.kernels_cuda_cases import COPY, EMPTY, OURS, Buffers, Case, cases, judge
 from rmsnorm_deploy.benchmark.kernels_cuda_plot import most_rows, one_row, plot
 from rmsnorm_deploy.benchmark.kernels_result import CaseResult, Timing, to_json
 from rmsnorm_deploy.benchmark.timing import Call
@@ -43,7 +44,7 @@ class HostClock:
         return time.perf_counter() - began
 
 
-def sleeper(seconds: float) -> kernels_cuda.Maker:
+def sleeper(seconds: float) -> kernels_cuda_peers.Maker:
     return lambda case, sets, scale: [lambda: time.sleep(seconds)]
 
 
@@ -55,7 +56,7 @@ def broken(case: Case, sets: Sequence[Buffers], scale: torch.Tensor) -> list[Cal
     raise ValueError("no kernel for this width")
 
 
-TABLE = {OURS: sleeper(0.001), "torch": kernels_cuda.torch_calls, COPY: kernels_cuda.copy_calls}
+TABLE = {OURS: sleeper(0.001), "torch": kernels_cuda_peers.torch_calls, COPY: kernels_cuda_peers.copy_calls}
 
 
 def result_of(case: Case, **microseconds: float) -> CaseResult[Case]:
@@ -64,7 +65,7 @@ def result_of(case: Case, **microseconds: float) -> CaseResult[Case]:
 
 
 def test_the_cases_are_those_that_the_figures_are_wanted_for() -> None:
-    wanted = kernels_cuda.cases()
+    wanted = cases()
     assert {case.dtype for case in wanted} == {"float32", "float16", "bfloat16"}
     assert (min(case.rows for case in wanted), max(case.rows for case in wanted)) == (1, 32_768)
     assert (min(case.width for case in wanted), max(case.width for case in wanted)) == (128, 262_144)
@@ -127,7 +128,7 @@ def test_bars() -> None:
 
 
 def test_the_data_survive_json_and_are_drawn(tmp_path: Path) -> None:
-    results = [measure(case, HostClock(), 1, TABLE) for case in kernels_cuda.cases(["float32"], (1, 4), (128, 256))]
+    results = [measure(case, HostClock(), 1, TABLE) for case in cases(["float32"], (1, 4), (128, 256))]
     data = json.loads(json.dumps(to_json(kernels_cuda.machine(), results)))
     assert data["machine"]["torch"] == torch.__version__
     own = data["cases"]
@@ -149,7 +150,7 @@ def test_without_a_gpu_the_command_says_what_it_needs(
 
 def test_peers_that_are_not_installed_are_named_as_such() -> None:
     with pytest.raises(BackendUnavailable, match="quack is not installed"):
-        kernels_cuda.quack_calls(Case(1, 8, "float16"), [], torch.ones(8))
+        kernels_cuda_peers.quack_calls(Case(1, 8, "float16"), [], torch.ones(8))
     with pytest.raises(BackendUnavailable, match="no float32 kernel"):
-        kernels_cuda.flashinfer_calls(Case(1, 8, "float32"), [], torch.ones(8))
-    assert EMPTY in kernels_cuda.CONTESTANTS
+        kernels_cuda_peers.flashinfer_calls(Case(1, 8, "float32"), [], torch.ones(8))
+    assert EMPTY in kernels_cuda_peers.CONTESTANTS

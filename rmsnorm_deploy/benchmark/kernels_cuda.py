@@ -9,218 +9,41 @@ the figures are medians over the turns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from rmsnorm_deploy import ckernel
-from rmsnorm_deploy.benchmark.kernels_result import CaseResult, Verdict, print_bars, timings_of, to_json, write_json
+from rmsnorm_deploy.benchmark.kernels_cuda_cases import (
+    COPY,
+    DTYPES,
+    EMPTY,
+    OURS,
+    ROWS,
+    WIDTHS,
+    Buffers,
+    Case,
+    cases,
+    judge,
+)
+from rmsnorm_deploy.benchmark.kernels_cuda_clock import Clock, GpuClock
+from rmsnorm_deploy.benchmark.kernels_cuda_peers import CONTESTANTS, WRITE_TO_OURS, Maker
+from rmsnorm_deploy.benchmark.kernels_result import CaseResult, print_bars, timings_of, to_json, write_json
 from rmsnorm_deploy.benchmark.timing import Call
 from rmsnorm_deploy.cli import Parser, positive
 from rmsnorm_deploy.errors import BackendUnavailable
-from rmsnorm_deploy.runtime.optional import load_module, one_line
+from rmsnorm_deploy.runtime.optional import one_line
 
-OURS, COPY, EMPTY = "ours", "copy", "empty kernel"
-NOT_PEERS = (OURS, COPY, EMPTY)
-WRITE_TO_OURS = (*NOT_PEERS, "flashinfer")  # the others allocate a y of their own
-EPSILON = 1e-6
-ROWS = (1, 4, 16, 64, 256, 1024, 4096, 16_384, 32_768)
-WIDTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144)
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# The bars: a share of the copy's bandwidth wherever this much moves, every peer, and the time of an empty kernel.
-COPY_SHARE, COPY_BYTES = 0.92, 64 << 20
-EMPTY_FACTOR, EMPTY_SHAPE = 1.3, (1, 4096)
 _MOST_SETS = 64
 _GRAPH_SECONDS = 1e-3  # about what a graph takes: enough for the clock
 _SLOWEST, _LAUNCH_SECONDS = 1e12, 3e-6  # bytes and seconds from which a call's time is guessed beforehand
 _MOST_CALLS = 100
 _MEMORY_SHARE = 0.8
-_BUSY_CYCLES = 1_000_000  # the device sleeps for so long, while the host queues what is to be timed
-
-
-class Case(NamedTuple):
-    """One comparison."""
-
-    rows: int
-    width: int
-    dtype: str
-
-    def __str__(self) -> str:
-        return f"{self.rows}x{self.width} {self.dtype}"
-
-    @property
-    def bytes_moved(self) -> int:
-        """What the op must read and write; the scale is left out."""
-        return 2 * self.rows * self.width * DTYPES[self.dtype].itemsize
-
-
-class Buffers(NamedTuple):
-    """x, and a place for y: rows x width, of the case's dtype."""
-
-    x: torch.Tensor
-    y: torch.Tensor
-
-
-class Clock(Protocol):
-    """A device to run on, and its clock."""
-
-    device: str
-
-    def cache_bytes(self) -> int:
-        """Of the second-level cache."""
-        ...
-
-    def free_bytes(self) -> int:
-        """Device memory that can be had."""
-        ...
-
-    def prepare(self, calls: Sequence[Call], count: int) -> Call:
-        """What queues ``count`` calls of these, in rotation, at once."""
-        ...
-
-    def seconds(self, prepared: Call) -> float:
-        """How long the device takes for it."""
-        ...
-
-
-class GpuClock:
-    """The current CUDA device: CUDA graphs, timed by events."""
-
-    device = "cuda"
-
-    def cache_bytes(self) -> int:
-        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
-
-    def free_bytes(self) -> int:
-        torch.cuda.empty_cache()
-        return int(torch.cuda.mem_get_info()[0])
-
-    def prepare(self, calls: Sequence[Call], count: int) -> Call:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles, loads and allocates what a capture could not
-            for call in (*calls[:3], *calls[:1]):
-                call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for i in range(count):
-                calls[i % len(calls)]()
-        graph.replay()
-        torch.cuda.synchronize()
-        return graph.replay
-
-    def seconds(self, prepared: Call) -> float:
-        cuda: Any = torch.cuda  # its events have no types
-        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
-        cuda._sleep(_BUSY_CYCLES)
-        start.record()
-        prepared()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-
-
-# ---- contestants
-
-
-def ours_calls(case: Case, sets: Sequence[Buffers], scale: torch.Tensor) -> list[Call]:
-    """`rmsnorm_cuda` on the current stream, with a workspace where one helps."""
-    if ckernel.cuda_library() is None:
-        raise BackendUnavailable("the CUDA kernels are not built: run python -m rmsnorm_deploy.native build --cuda")
-    made = [_args(case, item, scale) for item in sets]
-    workspace = torch.empty(max(ckernel.cuda_workspace_bytes(made[0]), 1), dtype=torch.uint8, device=scale.device)
-    for args in made:
-        args.workspace, args.workspace_bytes = workspace.data_ptr(), ckernel.cuda_workspace_bytes(args)
-    return [_ours_call(args, workspace) for args in made]
-
-
-def _args(case: Case, item: Buffers, scale: torch.Tensor) -> ckernel.Args:
-    dtype, width = ckernel.DTYPES[case.dtype], case.width
-    pointers = {"x": item.x.data_ptr(), "y": item.y.data_ptr(), "scale": scale.data_ptr()}
-    sizes = {"rows": case.rows, "width": width, "scale_count": width, "x_stride": width, "y_stride": width}
-    return ckernel.Args(x_dtype=dtype, param_dtype=dtype, y_dtype=dtype, eps=EPSILON, **pointers, **sizes)
-
-
-def _ours_call(args: ckernel.Args, _workspace: torch.Tensor) -> Call:
-    return lambda: ckernel.run_cuda(args, torch.cuda.current_stream().cuda_stream)
-
-
-def torch_calls(case: Case, sets: Sequence[Buffers], scale: torch.Tensor) -> list[Call]:
-    """PyTorch's own operator."""
-    return [_call(F.rms_norm, item.x, (case.width,), scale, EPSILON) for item in sets]
-
-
-def compiled_calls(case: Case, sets: Sequence[Buffers], scale: torch.Tensor) -> list[Call]:
-    """torch.compile's kernel for this very shape."""
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x, w: F.rms_norm(x, (case.width,), w, EPSILON), dynamic=False)
-    return [_call(compiled, item.x, scale) for item in sets]
-
-
-def liger_calls(case: Case, sets: Sequence[Buffers], scale: torch.Tensor) -> list[Call]:
-    """Liger-Kernel's Triton kernel, forward alone."""
-    ops = _module("liger_kernel.ops.rms_norm", "pip install liger-kernel")
-    return [_call(ops.LigerRMSNormFunction.apply, item.x, scale, EPSILON) for item in sets]
-
-
-def flashinfer_calls(case: Case, sets: Sequence[Buffers], scale: torch.Tensor) -> list[Call]:
-    """FlashInfer's kernel; it has none for float32."""
-    if case.dtype == "float32":
-        raise BackendUnavailable("flashinfer has no float32 kernel")
-    norm = _module("flashinfer.norm", "pip install flashinfer-python")
-    return [_call(norm.rmsnorm, item.x, scale, EPSILON, item.y) for item in sets]
-
-
-def quack_calls(case: Case, sets: Sequence[Buffers], scale: torch.Tensor) -> list[Call]:
-    """quack's CuTe kernel."""
-    quack = _module("quack.rmsnorm", "pip install quack-kernels")
-    return [_call(lambda x: quack.rmsnorm_fwd(x, scale, eps=EPSILON), item.x) for item in sets]
-
-
-def copy_calls(case: Case, sets: Sequence[Buffers], scale: torch.Tensor) -> list[Call]:
-    """A device copy of the same bytes."""
-    return [_call(item.y.copy_, item.x) for item in sets]
-
-
-def empty_calls(case: Case, sets: Sequence[Buffers], scale: torch.Tensor) -> list[Call]:
-    """A kernel that sleeps for no time."""
-    return [_call(torch.cuda._sleep, 0)]
-
-
-def _module(name: str, install: str) -> Any:
-    load_module(name.split(".")[0], install)
-    return load_module(name, install)
-
-
-def _call(function: Callable[..., Any], *args: Any) -> Call:
-    return lambda: function(*args)
-
-
-Maker = Callable[[Case, Sequence[Buffers], torch.Tensor], list[Call]]
-CONTESTANTS: dict[str, Maker] = {
-    OURS: ours_calls,
-    "torch": torch_calls,
-    "torch.compile": compiled_calls,
-    "liger": liger_calls,
-    "flashinfer": flashinfer_calls,
-    "quack": quack_calls,
-    COPY: copy_calls,
-    EMPTY: empty_calls,
-}
 
 
 # ---- measuring
-
-
-def cases(
-    dtypes: Sequence[str] = tuple(DTYPES), rows: Sequence[int] = ROWS, widths: Sequence[int] = WIDTHS
-) -> list[Case]:
-    """Every combination."""
-    return [Case(count, width, dtype) for dtype in dtypes for width in widths for count in rows]
 
 
 def measure(
@@ -261,29 +84,6 @@ def measure(
 def _buffers(case: Case, device: str) -> Buffers:
     dtype, shape = DTYPES[case.dtype], (case.rows, case.width)
     return Buffers(torch.randn(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-
-
-def judge(result: CaseResult[Case]) -> list[Verdict]:
-    """The bars that this case has, each a ratio that must reach its bar."""
-    case = result.case
-    times = {timing.name: timing.median for timing in result.timings}
-    if OURS not in times:
-        return []
-    verdicts = []
-    if case.bytes_moved >= COPY_BYTES:
-        verdicts.append(_verdict("share of the copy's bandwidth", times[COPY] / times[OURS], COPY_SHARE))
-    peers = {name: time for name, time in times.items() if name not in NOT_PEERS}
-    if peers:
-        best = min(peers, key=lambda name: peers[name])
-        verdicts.append(_verdict(f"against {best}", peers[best] / times[OURS], 1.0))
-    if (case.rows, case.width) == EMPTY_SHAPE and EMPTY in times:
-        what = f"{EMPTY_FACTOR} times an empty kernel's time, over ours"
-        verdicts.append(_verdict(what, EMPTY_FACTOR * times[EMPTY] / times[OURS], 1.0))
-    return verdicts
-
-
-def _verdict(what: str, ratio: float, bar: float) -> Verdict:
-    return Verdict(what, ratio, bar, ratio >= bar)
 
 
 # ---- command line
