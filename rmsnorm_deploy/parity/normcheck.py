@@ -42,11 +42,15 @@ _BEFORE = BACKENDS["onnxruntime-unoptimized"]  # what runs the graph before fusi
 
 @dataclass(frozen=True)
 class SiteCase:
-    """One sample with the float64 value of every value at a site, and the error there before fusing."""
+    """One sample with the float64 value of every value at a site and of the outputs, and the error before fusing.
+
+    ``named``: the values at the sites are those of that name in the graph before fusing, not found by their size.
+    """
 
     sample: Sample
     truth: dict[str, Array]
     before: dict[str, UlpError] = field(default_factory=dict)
+    named: bool = True
 
 
 class NormChecks:
@@ -205,38 +209,42 @@ def site_truth(
     Samples that it refuses are left out. Weights are held in float64 during this call only.
     """
     assert bundle.reference_path is not None
-    dtypes = {name: dtype for name, dtype in sites.dtypes().items() if sites.reference.is_computed(name)}
-    graph = sites.reference
+    graph, dtypes = sites.reference, sites.dtypes_before()
     model = with_outputs(graph.model, dtypes) if outputs is None else ending_at(graph, dtypes)
     program = OnnxProgram(bundle.reference_path, model)
-    cases = []
+    truths = []
     for sample, known in zip(samples, outputs or [{}] * len(samples), strict=True):
         try:
             values = program.run(sample.feeds)
         except DeployError:
             continue
-        cases.append(SiteCase(sample, {**known, **dict(zip(program.outputs, values, strict=True))}))
+        truths.append((sample, {**known, **dict(zip(program.outputs, values, strict=True))}))
     del program
-    return _with_before(bundle, sites, dtypes, cases, scratch)
+    before = values_before(bundle, sites, [sample for sample, _ in truths], scratch) or [{}] * len(truths)
+    return [site_case(sites, *truth, values) for truth, values in zip(truths, before, strict=True)]
 
 
-def _with_before(
-    bundle: BundleLike, sites: Sites, dtypes: Mapping[str, str], cases: list[SiteCase], scratch: Scratch
-) -> list[SiteCase]:
-    """The cases with the error that the graph before fusing makes at the sites, in the model's own dtypes."""
-    units = {name: site.dtype for site in sites.sites for name in (*site.inputs, *site.outputs)}
+def values_before(
+    bundle: BundleLike, sites: Sites, samples: Sequence[Sample], scratch: Scratch
+) -> list[dict[str, Array]]:
+    """What the graph before fusing has at the sites in the model's own dtypes, for each sample.
+
+    Empty where ONNX Runtime lacks a kernel for those: there is no error to set beside.
+    """
     try:
-        session = open_backend(scratch.shown(sites.reference, bundle.manifest, dtypes), _BEFORE)
-        found = []
-        for case in cases:
-            before = {
-                name: site_error(value, case.truth[name], units.get(name, "float64"))
-                for name, value in _arrays(session, case.sample).items()
-            }
-            found.append(SiteCase(case.sample, case.truth, before))
-        return found
+        session = open_backend(scratch.shown(sites.reference, bundle.manifest, sites.dtypes_before()), _BEFORE)
+        return [_arrays(session, sample) for sample in samples]
     except DeployError:
-        return cases  # ONNX Runtime lacks a kernel for the dtypes: there is no error to set beside
+        return []
+
+
+def site_case(
+    sites: Sites, sample: Sample, truth: dict[str, Array], values: Mapping[str, Array], *, named: bool = True
+) -> SiteCase:
+    """One sample with its ``truth`` at the sites, and the error that the ``values`` before fusing have."""
+    units = {name: site.dtype for site in sites.sites for name in (*site.inputs, *site.outputs)}
+    before = {name: site_error(value, truth[name], units[name]) for name, value in values.items()}
+    return SiteCase(sample, truth, before, named)
 
 
 @dataclass(frozen=True)
@@ -271,8 +279,8 @@ class NormRuns:
     owns: Sequence[Own]
 
     def on(self, case: SiteCase) -> NormRuns | None:
-        """On one of its cases alone; None for another."""
-        place = next((number for number, known in enumerate(self.cases) if known is case), None)
+        """On the sample of one of its cases alone; None for another."""
+        place = next((number for number, known in enumerate(self.cases) if known.sample is case.sample), None)
         if place is None:
             return None
         values = self.values if isinstance(self.values, str) else [self.values[place]]
@@ -409,7 +417,7 @@ def _sum_error(got: Array, truth: Array, addends: Sequence[Array], dtype: str) -
         size = np.max(np.abs([*addends, truth]), axis=0)
         known = np.isfinite(size) & np.isfinite(wide)
         moved = np.where(known, size + (wide - truth), wide)
-    return ulp_error(moved, np.where(known, size, truth), dtype)
+    return ulp_error(moved, np.where(known, size, truth), dtype, spread=False)
 
 
 def site_error(got: Array, truth: Array, dtype: str = "float64") -> UlpError:
@@ -419,7 +427,8 @@ def site_error(got: Array, truth: Array, dtype: str = "float64") -> UlpError:
         return UlpError(np.inf, np.inf, np.inf, int(truth.size), int(truth.size))
     if got.dtype.name not in FORMATS:
         return ulp_error(got, truth)
-    return ulp_error(got, truth, min(got.dtype.name, dtype, key=lambda name: FORMATS[name].precision))
+    unit = min(got.dtype.name, dtype, key=lambda name: FORMATS[name].precision)
+    return ulp_error(got, truth, unit, spread=False)
 
 
 def _worst(errors: Sequence[UlpError]) -> UlpError | None:

@@ -13,6 +13,7 @@ from rmsnorm_deploy.parity.ulp import Array
 if TYPE_CHECKING:
     import torch
 
+    from rmsnorm_deploy.parity.lift_torch import Observer
     from rmsnorm_deploy.runtime.session import Session
 
 
@@ -45,8 +46,11 @@ class Oracle(ABC):
     description: str
 
     @abstractmethod
-    def __call__(self, feeds: Mapping[str, Array]) -> list[Array]:
-        """The outputs in the manifest's order, floats as float64, for arrays by input name in the model's dtypes."""
+    def __call__(self, feeds: Mapping[str, Array], observe: Observer | None = None) -> list[Array]:
+        """The outputs in the manifest's order, floats as float64, for arrays by input name in the model's dtypes.
+
+        ``observe`` sees each value of a traced program on the way.
+        """
 
 
 class TorchOracle(Oracle):
@@ -64,14 +68,14 @@ class TorchOracle(Oracle):
         exception = f", save {', '.join(narrow)}, which has no float64 kernel" if narrow else ""
         return f"the traced PyTorch program with every float in float64{exception}"
 
-    def __call__(self, feeds: Mapping[str, Array]) -> list[Array]:
+    def __call__(self, feeds: Mapping[str, Array], observe: Observer | None = None) -> list[Array]:
         from rmsnorm_deploy.runtime.optional import one_line
         from rmsnorm_deploy.runtime.tensors import to_numpy, to_torch
 
         by_path = {self._paths.get(name, name): to_torch(array) for name, array in feeds.items()}
         values = self.program.bind(by_path)
         try:
-            return [to_numpy(tensor) for tensor in self.program.run(values, lift=True)]
+            return [to_numpy(tensor) for tensor in self.program.run(values, lift=True, observe=observe)]
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             raise InputError(f"the traced program does not run in float64: {one_line(error)}") from error
 
@@ -85,7 +89,7 @@ class OnnxOracle(Oracle):
         self._program = OnnxProgram(path)
         self.description = f"{path.name} with every float in float64, run by {self._program.engine}"
 
-    def __call__(self, feeds: Mapping[str, Array]) -> list[Array]:
+    def __call__(self, feeds: Mapping[str, Array], observe: Observer | None = None) -> list[Array]:
         return self._program.run(dict(feeds))
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rmsnorm_deploy.collector import rare_collections
 from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
@@ -21,7 +22,9 @@ from rmsnorm_deploy.parity.normcheck import (
     judge_sites,
     open_checks,
     run_norms,
+    site_case,
     site_truth,
+    values_before,
 )
 from rmsnorm_deploy.parity.oracle import BundleLike, Oracle, open_oracle
 from rmsnorm_deploy.parity.result import (
@@ -44,7 +47,11 @@ from rmsnorm_deploy.parity.unfused import beside_unfused, refuses_unfused_too
 from rmsnorm_deploy.parity.watched import open_watched
 from rmsnorm_deploy.runtime.optional import one_line
 
+if TYPE_CHECKING:
+    from rmsnorm_deploy.parity.matched import Nearest
+
 Progress = Callable[[str], None]
+Watcher = tuple[dict[str, Array], "Nearest"]
 
 _SEVERITY = {NOT_RUN: 0, PASS: 1, PASS_LIKE_EAGER: 2, PASS_LIKE_UNFUSED: 3, FAIL: 4}
 
@@ -60,11 +67,6 @@ class Case:
     sample: Sample
     truth: dict[str, Array]
     eager: dict[str, tuple[str, UlpError]]
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether no input is empty."""
-        return all(array.size for array in self.sample.feeds.values())
 
 
 @rare_collections()
@@ -121,27 +123,54 @@ def prepare(
     baseline, baseline_problem = _baseline(bundle)
     inputs = list(samples) if samples is not None else make_samples(bundle.manifest, seed=seed)
     names = [item["name"] for item in bundle.manifest["signature"]["outputs"]]
-    cases, records = _cases(inputs, names, oracle, baseline[1] if baseline else None, say)
+    sites = find_sites(bundle)
+    watchers = _watchers(bundle, sites, inputs)
+    cases, records = _cases(inputs, names, oracle, baseline[1] if baseline else None, watchers, say)
     description, title = oracle.description, baseline[0] if baseline else None
     del oracle, baseline
-    give_back_memory(bundle.path)  # float64 weights that are held in a cycle
+    give_back_memory(bundle.path)
     say("float64 truth of the norms")
-    sites = _site_cases(bundle, cases)
-    return Prepared(description, title, baseline_problem, seed, cases, records, sites)
+    at_norms = _site_cases(bundle, sites, cases, watchers) if sites is not None else []
+    return Prepared(description, title, baseline_problem, seed, cases, records, at_norms)
 
 
-def _site_cases(bundle: BundleLike, cases: Sequence[Case]) -> list[SiteCase]:
-    """Truth at the norms for two samples: prime sizes, so that no dim is taken for another, and the last adversarial
-    one."""
-    wanted = [case for case in cases if case.has_rows]
-    first = next((case for case in wanted if "prime" in case.sample.name), wanted[0] if wanted else None)
-    chosen_ones = [case for case in (first, wanted[-1] if wanted else None) if case is not None]
-    unique = list({id(case): case for case in chosen_ones}.values())
-    found = find_sites(bundle) if unique else None
-    if found is None:
-        return []
+def _for_norms(samples: Sequence[Sample]) -> list[Sample]:
+    """Two samples: prime sizes, so that no dim is taken for another, and the last adversarial one."""
+    wanted = [sample for sample in samples if sample.has_rows]
+    first = next((sample for sample in wanted if "prime" in sample.name), wanted[0] if wanted else None)
+    chosen_ones = [sample for sample in (first, wanted[-1] if wanted else None) if sample is not None]
+    return list({id(sample): sample for sample in chosen_ones}.values())
+
+
+def _watchers(bundle: BundleLike, sites: Sites | None, samples: Sequence[Sample]) -> dict[str, Watcher]:
+    """For the samples by whose truth norms are judged, by name: what the graph before fusing has at the sites, and what
+    finds those values in the lifted run of a traced program."""
+    if sites is None or bundle.program() is None:
+        return {}
+    from rmsnorm_deploy.parity.matched import Nearest
+
+    wanted = _for_norms(samples)
     with Scratch() as scratch:
-        return _truth_at_sites(bundle, found, unique, scratch)
+        seen = values_before(bundle, sites, wanted, scratch)
+    return {sample.name: (values, Nearest(values)) for sample, values in zip(wanted, seen, strict=False)}
+
+
+def _site_cases(
+    bundle: BundleLike, sites: Sites, cases: Sequence[Case], watchers: dict[str, Watcher]
+) -> list[SiteCase]:
+    """Truth at the norms: what was found in the run that gave the truth of the outputs, else a run for them alone."""
+    known = {case.sample.name: case for case in cases}
+    made = []
+    with Scratch() as scratch:
+        for sample in _for_norms([case.sample for case in cases]):
+            case = known[sample.name]
+            values, nearest = watchers.pop(sample.name, ({}, None))
+            found = nearest.found() if nearest is not None else None
+            if found is not None:
+                made.append(site_case(sites, sample, {**case.truth, **found}, values, named=False))
+            else:
+                made += _truth_at_sites(bundle, sites, [case], scratch)
+    return made
 
 
 def _truth_at_sites(bundle: BundleLike, sites: Sites, cases: Sequence[Case], scratch: Scratch) -> list[SiteCase]:
@@ -225,11 +254,11 @@ def _bisected(
     """What bisection finds on the sample that is worst, if truth at the norms can be had for it, else on the first."""
     from rmsnorm_deploy.parity.bisect import bisect
 
-    cases = [case for case in prepared.sites if case.sample.name == result.worst_sample]
-    if not cases:
-        usable = [case for case in prepared.cases if case.sample.name == result.worst_sample and case.has_rows]
-        cases = _truth_at_sites(checks.bundle, checks.sites, usable, checks.scratch) if usable else []
-    cases = cases or prepared.sites
+    usable = {case.sample.name: case for case in prepared.cases if case.sample.has_rows}
+    names = [result.worst_sample, *(case.sample.name for case in prepared.sites)]
+    wanted = [usable[name] for name in names if name in usable][:1]
+    cases = [case for case in prepared.sites if case.named and wanted and case.sample is wanted[0].sample]
+    cases = cases or _truth_at_sites(checks.bundle, checks.sites, wanted, checks.scratch)
     if not cases:
         return []
     return [bisect(checks, runs, cases[0], next(iter(limits.values()), None), save_to)]
@@ -252,6 +281,7 @@ def _cases(
     names: Sequence[str],
     oracle: Oracle,
     baseline: Runner | None,
+    watchers: Mapping[str, Watcher],
     say: Progress,
 ) -> tuple[list[Case], list[SampleRecord]]:
     """Truth and eager's own error for each sample; a sample that either refuses judges nobody, and says why."""
@@ -261,7 +291,8 @@ def _cases(
         record = SampleRecord(sample.name, sample.kind, sample.dims)
         try:
             own = _run(baseline, sample) if baseline is not None else {}
-            truth = dict(zip(names, oracle(sample.feeds), strict=True))
+            _, nearest = watchers.get(sample.name, ({}, None))
+            truth = dict(zip(names, oracle(sample.feeds, nearest), strict=True))
             eager = {name: (array.dtype.name, ulp_error(array, truth[name])) for name, array in own.items()}
         except _REFUSALS as error:
             records.append(replace(record, skipped=f"the model refuses it: {one_line(error)}"))

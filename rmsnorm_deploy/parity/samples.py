@@ -44,6 +44,11 @@ class Sample:
     feeds: dict[str, Array]
     dims: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether no input is empty."""
+        return all(array.size for array in self.feeds.values())
+
 
 def make_samples(manifest: Mapping[str, Any], *, seed: int = 0, adversarial: bool = True) -> list[Sample]:
     """Samples for the inputs in ``manifest``: random values at each shape, then adversarial ones at the example's

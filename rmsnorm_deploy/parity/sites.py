@@ -95,6 +95,10 @@ class Sites:
         """The dtype of every value at a site."""
         return {name: site.dtype_of(name) for site in self.sites for name in (*site.inputs, *site.outputs) if name}
 
+    def dtypes_before(self) -> dict[str, str]:
+        """Of those that the graph before fusing computes."""
+        return {name: dtype for name, dtype in self.dtypes().items() if self.reference.is_computed(name)}
+
 
 def find_sites(bundle: BundleLike) -> Sites | None:
     """The sites of ``bundle``; None when it has no fused op, or no graph from before fusing."""

@@ -108,8 +108,10 @@ def row_scale(truth: Array64) -> Array64:
     return np.asarray(peak * np.sqrt(np.sum((safe / unit) ** 2, axis=axes, keepdims=True) / count), dtype=np.float64)
 
 
-def ulp_error(got: Array, truth: Array, dtype: str | None = None) -> UlpError:
+def ulp_error(got: Array, truth: Array, dtype: str | None = None, *, spread: bool = True) -> UlpError:
     """Error of ``got`` against ``truth``; ``dtype`` is ``got``'s unless given.
+
+    Without ``spread`` the 99th percentile and the histogram are left out (0 and empty): they take as long as the rest.
 
     ``truth`` is float64 (or whatever widens to it) of ``got``'s shape. Raises ValueError when the shapes differ.
     Complex
@@ -124,7 +126,7 @@ def ulp_error(got: Array, truth: Array, dtype: str | None = None) -> UlpError:
         )
     if name not in FORMATS:
         return _exact(got, truth)
-    return _inexact(got, truth, FORMATS[name])
+    return _inexact(got, truth, FORMATS[name], spread)
 
 
 def worst_of(errors: list[UlpError]) -> UlpError:
@@ -163,18 +165,18 @@ def _exact(got: Array, truth: Array) -> UlpError:
     )
 
 
-def _inexact(got: Array, truth: Array, form: FloatFormat) -> UlpError:
+def _inexact(got: Array, truth: Array, form: FloatFormat, spread: bool) -> UlpError:
     if truth.size == 0:
-        return UlpError(0.0, 0.0, 0.0, 0, histogram=(0,) * (len(BIN_EDGES) - 1))
-    error, mismatch, histogram = _errors_in_blocks(got, truth, form)
+        return UlpError(0.0, 0.0, 0.0, 0, histogram=(0,) * (len(BIN_EDGES) - 1) if spread else ())
+    error, mismatch, histogram = _errors_in_blocks(got, truth, form, spread)
     comparable, counted = error.ravel(), histogram
     if mismatch.any():
         comparable = error[~mismatch]
-        counted = (*histogram[:-1], histogram[-1] - int(mismatch.sum()))
+        counted = (*histogram[:-1], histogram[-1] - int(mismatch.sum())) if spread else ()
     worst = tuple(int(i) for i in np.unravel_index(int(np.argmax(error)), truth.shape))
     return UlpError(
         max=float(error.max()),
-        p99=_ninety_nine(comparable, counted),
+        p99=_ninety_nine(comparable, counted) if spread else 0.0,
         mean=float(comparable.mean()) if comparable.size else 0.0,
         elements=int(error.size),
         mismatched=int(mismatch.sum()),
@@ -203,9 +205,10 @@ def _ninety_nine(error: Array64, counts: Sequence[int]) -> float:
 
 
 def _errors_in_blocks(
-    got: Array, truth: Array, form: FloatFormat
+    got: Array, truth: Array, form: FloatFormat, spread: bool
 ) -> tuple[Array64, npt.NDArray[np.bool_], tuple[int, ...]]:
-    """Errors, mismatches (both as rows) and counts by bin, some rows at a time: what is worked on stays in a cache."""
+    """Errors, mismatches (both as rows) and, with ``spread``, counts by bin. Some rows at a time: what is worked on
+    stays in a cache."""
     width = truth.shape[-1] if truth.ndim > 1 else truth.size
     rows, true_rows = got.reshape(-1, width), truth.reshape(-1, width)
     error, mismatch = np.empty(true_rows.shape), np.empty(true_rows.shape, dtype=bool)
@@ -215,8 +218,9 @@ def _errors_in_blocks(
         block = slice(start, start + step)
         wide = rows[block].astype(np.float64), true_rows[block].astype(np.float64)
         error[block], mismatch[block] = _element_errors(*wide, form)
-        counts += _counts(error[block])
-    return error, mismatch, tuple(int(count) for count in counts)
+        if spread:
+            counts += _counts(error[block])
+    return error, mismatch, tuple(int(count) for count in counts) if spread else ()
 
 
 def _counts(error: Array64) -> npt.NDArray[np.int64]:
