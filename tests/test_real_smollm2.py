@@ -66,3 +66,27 @@ def test_greedy_continuation_is_pytorchs_token_for_token(prompt: list[int], bund
     with torch.no_grad():
         expected = continuation(lambda ids: model(ids)["logits"])
     assert continuation(lambda ids: session(ids)[0]) == expected
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    out = tmp_path_factory.mktemp("smollm2_bf16") / "bundle"
+    assert main([str(RECIPE), "--out", str(out), "--precision", "bf16", "--no-check", "--no-benchmark"]) == EXIT_OK
+    return open_bundle(out)
+
+
+@pytest.mark.parametrize("custom_ops", [False, "auto"], ids=["stock", "kernels"])
+@pytest.mark.parametrize("prompt", PROMPTS, ids=["first", "second", "third"])
+def test_in_bfloat16_each_greedy_token_is_a_best_one_of_pytorchs_in_float32(
+    prompt: list[int], custom_ops: bool | str, narrow: Bundle, model: Any
+) -> None:
+    session = narrow.session("onnxruntime", widen_bfloat16=True, custom_ops=custom_ops)
+    ids = torch.tensor([prompt])
+    for _ in range(NEW_TOKENS):
+        (logits,) = session(ids)
+        assert logits.dtype == torch.bfloat16
+        token = int(logits[0, -1].argmax())
+        with torch.no_grad():
+            right = model(ids)["logits"][0, -1]
+        assert right[token] > right.max() - 0.5  # four units of bfloat16 at the size of these logits
+        ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
