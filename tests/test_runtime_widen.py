@@ -184,6 +184,30 @@ def test_names_that_the_model_has_already_are_not_taken(tmp_path):
     assert torch.equal(opened(bundle_of(tmp_path, text))(x)[0], x.exp() * x + x)
 
 
+def test_outputs_that_are_left_out_stay_out(tmp_path):
+    text = """g (bfloat16[n, 2, 3] x, bfloat16[1, 16, 3] w, bfloat16[1, 16, 4] r) => (bfloat16[1, 2, 4] last) {
+        all, last = LSTM<hidden_size = 4>(x, w, r)
+    }"""
+
+    def leave_out(model: onnx.ModelProto) -> None:
+        model.graph.node[0].output[0] = ""
+
+    bundle = bundle_of(tmp_path, text, opset=22, edit=leave_out)
+    x, w, r = some(5, 2, 3), some(1, 16, 3, seed=1), some(1, 16, 4, seed=2)
+    copy = copy_of(bundle, Kernels(ort, ["CPUExecutionProvider"]))
+    assert copy is not None
+    (node,) = (node for node in onnx.load_from_string(copy.model).graph.node if node.op_type == "LSTM")
+    assert node.output[0] == ""
+    (last,) = opened(bundle)(x, w, r)
+    lstm = torch.nn.LSTM(3, 4, bias=False)
+    order = [*range(4), *range(8, 12), *range(12, 16), *range(4, 8)]  # ONNX has i, o, f, c; PyTorch i, f, c, o
+    with torch.no_grad():
+        lstm.weight_ih_l0.copy_(w[0, order])
+        lstm.weight_hh_l0.copy_(r[0, order])
+        want = lstm(x.float())[1][0]
+    assert torch.allclose(last.float(), want, rtol=2.0**-8, atol=1e-6)
+
+
 def test_a_value_that_is_an_output_and_read_inside_is_the_rounded_one(tmp_path):
     text = """g (bfloat16[n] x) => (bfloat16[n] y, bfloat16[n] z) { y = Exp(x) z = Log(y) }"""
     x = some(500)

@@ -206,17 +206,17 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def _arguments(node: ir.Node, schema: Any) -> Iterator[tuple[Any, ir.Value]]:
-    """The node's inputs and outputs, each with its parameter in the schema; the last parameter may be variadic."""
+    """The inputs and outputs that a node has, each with its parameter in the schema; the last may be variadic."""
     for parameters, values in ((schema.inputs, node.inputs), (schema.outputs, node.outputs)):
         for position, value in enumerate(values):
-            if value is not None:
+            if value is not None and value.name:
                 yield parameters[min(position, len(parameters) - 1)], value
 
 
 def _widen_attributes(node: ir.Node) -> None:
     """What an attribute makes bfloat16 is float32 instead: a dtype, or the number to fill with."""
     for name, attribute in list(node.attributes.items()):
-        if name in ("dtype", "output_dtype") and attribute.value == int(_NARROW):
+        if name in ("dtype", "output_dtype", "output_datatype") and attribute.value == int(_NARROW):
             node.attributes[name] = ir.AttrInt64(name, int(_WIDE))
         elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype == _NARROW:
             node.attributes[name] = ir.AttrTensor(name, ir.tensor(attribute.as_tensor().numpy().astype(np.float32)))
