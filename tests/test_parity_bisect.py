@@ -143,7 +143,7 @@ def test_the_saved_norm_shows_the_fault_by_itself(faulty: Any, tmp_path: Path, w
     made = faulty(NORM_FAULTS["one gamma's sign"], which)
     (finding,) = judged(made, save_to=tmp_path / "out").findings
     names = [tmp_path / "out" / name for name in finding.saved]
-    assert [name.name.split("layernorm")[-1] for name in names] == [".onnx", ".npz", ".expected.npz"]
+    assert [name.name.split("onnxruntime")[-1] for name in names] == [".onnx", ".npz", ".expected.npz"]
     model = onnx.load(names[0])
     onnx.checker.check_model(model)
     assert [node.op_type for node in model.graph.node][-1] == "SkipRMSNorm"
@@ -160,10 +160,20 @@ def test_the_saved_norm_shows_the_fault_by_itself(faulty: Any, tmp_path: Path, w
     np.testing.assert_allclose(reference.rms_norm(total, scale, epsilon=1e-5), want["Y"], rtol=1e-2, atol=1e-3)
 
 
+def test_each_backend_saves_the_norm_that_it_fails_on_under_a_name_of_its_own(faulty: Any, tmp_path: Path) -> None:
+    made = faulty(NORM_FAULTS["one gamma's sign"])
+    names = ["onnxruntime", "onnxruntime-unoptimized"]
+    report = run_parity(made, backends=names, samples=few_samples(made), save_to=tmp_path / "out")
+    saved = [name for finding in report.findings for name in finding.saved]
+    assert len(saved) == len(set(saved)) == 6
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(saved)
+    assert all(finding.backend in name for finding in report.findings for name in finding.saved)
+
+
 @pytest.mark.parametrize("fault", ["softmax scale off by 1%", "one weight off by 1%", "a layer's matrix again"])
 def test_the_saved_span_shows_the_fault_by_itself(faulty: Any, tmp_path: Path, fault: str) -> None:
     (finding,) = judged(faulty(MODEL_FAULTS[fault]), save_to=tmp_path / "out").findings
-    assert finding.saved[0] == f"{finding.after}_to_{finding.before}.onnx"
+    assert finding.saved[0] == f"{finding.after}_to_{finding.before}.{finding.backend}.onnx"
     got, want = run_saved(tmp_path / "out", finding.saved)
     assert np.abs(got - want).max() > 1e-4 * np.abs(want).max()
 
@@ -174,7 +184,7 @@ def test_what_lies_after_the_last_norm_is_saved_too(faulty: Any, tmp_path: Path)
         transpose.input[0] = patient.constant("head", patient.array(transpose.input[0]) * 1.001)
 
     (finding,) = judged(faulty(scale_logits), save_to=tmp_path / "out").findings
-    assert finding.saved[0] == "model.model.norm_to_output.onnx"
+    assert finding.saved[0] == "model.model.norm_to_output.onnxruntime.onnx"
     got, want = run_saved(tmp_path / "out", finding.saved)
     np.testing.assert_allclose(got, 1.001 * want, rtol=1e-5, atol=1e-5)
 
@@ -242,7 +252,7 @@ def test_the_command_saves_the_norm_and_prints_how_to_run_it(
     out = capsys.readouterr().out
     assert status == 1
     assert "Parity failed on ONNX Runtime" in out.splitlines()[0]
-    assert (tmp_path / "copy.bundle.bisect" / f"{LAYER}.0.post_attention_layernorm.onnx").is_file()
+    assert (tmp_path / "copy.bundle.bisect" / f"{LAYER}.0.post_attention_layernorm.onnxruntime.onnx").is_file()
     code = re.search(r"to run it:\n(.*?)\Z", out, re.DOTALL)
     assert code is not None
     assert len(code[1].strip().splitlines()) == 3

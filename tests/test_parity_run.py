@@ -7,6 +7,7 @@ import math
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -26,6 +27,7 @@ from rmsnorm_deploy.parity.__main__ import main
 from rmsnorm_deploy.parity.backends import BACKENDS, open_on
 from rmsnorm_deploy.parity.extract import Graph
 from rmsnorm_deploy.parity.judge import as_exact_as_unfused, budget_for, judge
+from rmsnorm_deploy.parity.junit import write_junit
 from rmsnorm_deploy.parity.scratch import Scratch, open_backend
 from rmsnorm_deploy.parity.ulp import UlpError
 from rmsnorm_deploy.report.view import verdict
@@ -199,6 +201,32 @@ def test_a_backend_asked_for_by_name_must_be_there(block: FakeBundle) -> None:
         run_parity(block, backends=["onnxruntime", "tensorrt"])
     with pytest.raises(InputError, match="no backend 'ort' to judge: choose from pytorch"):
         run_parity(block, backends=["ort"])
+
+
+def test_what_is_not_there_is_refused_before_the_model_is_read(
+    cli: Any, block: FakeBundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the model was read")
+
+    for reader in ("HeldBundle", "open_oracle"):
+        monkeypatch.setattr(f"rmsnorm_deploy.parity.run.{reader}", refuse)
+    monkeypatch.setattr("rmsnorm_deploy.native.find_library", lambda kind: None)
+    for absent in ("tensorrt", "onnxruntime-cuda", "onnxruntime-kernels"):
+        with pytest.raises(BackendUnavailable):
+            run_parity(block, backends=["onnxruntime", absent])
+    capsys.readouterr()
+    for path, reason in ((tmp_path / "no" / "out.xml", "there is no folder"), (tmp_path, "it is a folder")):
+        assert cli(block)("--junit", str(path)) == 2
+        assert f"cannot write {path}: {reason}" in capsys.readouterr().err
+
+
+def test_junit_names_what_the_errors_stand_beside(block: FakeBundle, tmp_path: Path) -> None:
+    for bundle, beside in ((block, "; PyTorch eager: max"), (onnx_only(block), "; model.onnx in ONNX Runtime: max")):
+        report = run_parity(bundle, backends=["onnxruntime"], samples=make_samples(bundle.manifest)[:1])
+        failing = [replace(item, verdict="fail") for item in report.measurements]
+        write_junit(replace(report, measurements=failing), tmp_path / "out.xml")
+        assert beside in (tmp_path / "out.xml").read_text()
 
 
 def test_a_kernel_that_the_backend_lacks_is_no_fault_of_the_model(tmp_path: Path) -> None:

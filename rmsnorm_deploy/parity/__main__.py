@@ -86,13 +86,15 @@ def _beside(bundle: Path) -> Path:
 
 def _judge(options: argparse.Namespace) -> int:
     from rmsnorm_deploy.bundle import open_bundle
-    from rmsnorm_deploy.parity.junit import write_junit
+    from rmsnorm_deploy.parity.junit import require_writable, write_junit
     from rmsnorm_deploy.parity.lone_norm import snippet
     from rmsnorm_deploy.parity.progress import Progress
     from rmsnorm_deploy.parity.run import run_parity
     from rmsnorm_deploy.parity.samples import load_samples
 
     bundle = open_bundle(options.bundle)
+    if options.junit:
+        require_writable(options.junit)
     samples = load_samples(options.inputs, bundle.manifest) if options.inputs else None
     with Progress() as progress:
         folder = options.out or _beside(options.bundle)

@@ -132,6 +132,26 @@ def _eager_kernels(wanted: bool) -> Iterator[None]:
         use_kernels(before)
 
 
+def require(backend: Backend, manifest: Mapping[str, Any]) -> None:
+    """Raise BackendUnavailable where ``backend`` is not on this machine, as far as that shows without a model."""
+    from rmsnorm_deploy.runtime.optional import load_module, native_library
+
+    if backend.runtime in ("tensorrt", "tensorrt-rtx"):
+        from rmsnorm_deploy.runtime.cuda import CudaDevice
+        from rmsnorm_deploy.runtime.tensorrt_session import MODULES
+
+        load_module(*MODULES[backend.runtime])
+        CudaDevice(None)
+    elif backend.runtime == "onnxruntime":
+        from rmsnorm_deploy.runtime.onnxruntime_session import INSTALL
+        from rmsnorm_deploy.runtime.ort_providers import resolve_providers
+
+        ort = load_module("onnxruntime", INSTALL)
+        resolve_providers(ort.get_available_providers(), backend.options.get("providers"), manifest, None)
+        if backend.options.get("custom_ops") is True and native_library("ort") is None:
+            raise BackendUnavailable("the custom ops are not built: run python -m rmsnorm_deploy.native build")
+
+
 def open_on(bundle: BundleLike, backend: Backend, *, insist: bool = False) -> Runner:
     """What runs ``bundle`` as ``backend`` does. With ``insist`` a backend that is only slow runs too.
 

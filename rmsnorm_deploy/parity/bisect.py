@@ -91,12 +91,12 @@ def bisect(
         return finding
     if finding.value is not None:
         known = {**case.sample.feeds, **walk.values}
-        stem = f"{finding.after or 'input'}_to_{finding.before or 'output'}"
+        stem = f"{finding.after or 'input'}_to_{finding.before or 'output'}.{backend.name}"
         return replace(finding, saved=save_span(checks, finding.value, known, folder, stem))
     if finding.norm is None:
         return finding
     site = next(site for site in checks.sites.sites if site.name == finding.norm)
-    return replace(finding, saved=save_norm(checks, site, values, finding.rule, folder))
+    return replace(finding, saved=save_norm(checks, site, values, finding.rule, folder, f"{site.name}.{backend.name}"))
 
 
 def _refused(backend: Backend, case: SiteCase, problem: str) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,12 +17,23 @@ def write_junit(report: ParityReport, path: Path) -> None:
         _error_suite(root, report.problem)
     for backend in report.backends:
         cases = [item for item in report.measurements if item.backend == backend.name]
-        _suite(root, backend, cases)
+        _suite(root, backend, cases, report.baseline or "")
     ElementTree.indent(root)
     try:
         ElementTree.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def require_writable(path: Path) -> None:
+    """Raise InputError where a report can surely not be written to ``path``; nothing is written."""
+    folder = path.parent
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder")
+    if not folder.is_dir():
+        raise InputError(f"cannot write {path}: there is no folder {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise InputError(f"cannot write {path}: you may not write there")
 
 
 def _error_suite(root: ElementTree.Element, problem: str) -> None:
@@ -30,7 +42,7 @@ def _error_suite(root: ElementTree.Element, problem: str) -> None:
     ElementTree.SubElement(case, "error", message=problem)
 
 
-def _suite(root: ElementTree.Element, backend: BackendResult, cases: list[Measurement]) -> None:
+def _suite(root: ElementTree.Element, backend: BackendResult, cases: list[Measurement], baseline: str) -> None:
     failures = sum(case.verdict == FAIL for case in cases)
     skipped = sum(case.verdict == NOT_RUN for case in cases)
     if not cases:
@@ -48,7 +60,7 @@ def _suite(root: ElementTree.Element, backend: BackendResult, cases: list[Measur
         _case(suite, backend.name, "opens", backend.verdict, backend.reason or "")
     for case in cases:
         name = f"{case.sample}: {case.output}" if case.output else case.sample
-        _case(suite, backend.name, name, case.verdict, case.reason or _figures(case))
+        _case(suite, backend.name, name, case.verdict, case.reason or _figures(case, baseline))
 
 
 def _case(suite: ElementTree.Element, backend: str, name: str, verdict: str, message: str) -> None:
@@ -59,11 +71,11 @@ def _case(suite: ElementTree.Element, backend: str, name: str, verdict: str, mes
         ElementTree.SubElement(case, "skipped", message=message)
 
 
-def _figures(case: Measurement) -> str:
+def _figures(case: Measurement, baseline: str) -> str:
     if case.error is None:
         return ""
     error, eager = case.error, case.eager
-    beside = f"; eager: max {eager.max:.4g}, mean {eager.mean:.4g}" if eager else ""
+    beside = f"; {baseline}: max {eager.max:.4g}, mean {eager.mean:.4g}" if eager else ""
     where = f"at {list(error.worst)} got {error.got:.9g}, expected {error.want:.9g}"
     wrong = f", {error.mismatched} NaN or infinity out of place" if error.mismatched else ""
     return f"max {error.max:.4g}, mean {error.mean:.4g} ULP of {case.dtype}{wrong}{beside}; {where}"

@@ -21,9 +21,11 @@ MAX_BYTES = 1 << 30  # of weights in a file: protobuf holds two gigabytes
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-def save_norm(checks: NormChecks, site: Site, values: Mapping[str, Array], rule: str, folder: Path) -> tuple[str, ...]:
-    """Write ``NAME.onnx`` (the op, its function body, its scale and bias), ``NAME.npz`` (its input: what it read in the
-    running model or, if it is right there, rows that tell it apart) and ``NAME.expected.npz`` (float64 truth).
+def save_norm(
+    checks: NormChecks, site: Site, values: Mapping[str, Array], rule: str, folder: Path, stem: str
+) -> tuple[str, ...]:
+    """Write ``STEM.onnx`` (the op, its function body, its scale and bias), ``STEM.npz`` (its input: what it read in the
+    running model or, if it is right there, rows that tell it apart) and ``STEM.expected.npz`` (float64 truth).
 
     Nothing is written for an op that is not there or is wired to other values. bfloat16 is stored as float32, and the
     file casts it. Returns the names of the files. Raises InputError when they cannot be written.
@@ -39,7 +41,7 @@ def save_norm(checks: NormChecks, site: Site, values: Mapping[str, Array], rule:
     ranks = {name: array.ndim for name, array in (*inputs.items(), *truth.items())}
     _finish(model, piece.prefix, names, {name: ONNX_OF[site.dtype_of(name)] for name in names}, ranks)
     expected = {names[name]: array for name, array in truth.items()}
-    return _write(folder, site.name, model, {names[name]: array for name, array in inputs.items()}, expected)
+    return _write(folder, stem, model, {names[name]: array for name, array in inputs.items()}, expected)
 
 
 def _write(

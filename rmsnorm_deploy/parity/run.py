@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rmsnorm_deploy.collector import rare_collections
 from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
-from rmsnorm_deploy.parity.backends import Backend, HeldBundle, Runner, chosen, open_baseline, open_on
+from rmsnorm_deploy.parity.backends import Backend, HeldBundle, Runner, chosen, open_baseline, open_on, require
 from rmsnorm_deploy.parity.judge import budgets, judge
 from rmsnorm_deploy.parity.memory import give_back_memory
 from rmsnorm_deploy.parity.norm_result import Finding, SiteError
@@ -91,6 +91,8 @@ def run_parity(
     """
     start = time.perf_counter()
     judged = chosen(backends, bundle.manifest)
+    for backend in judged if backends is not None else ():
+        require(backend, bundle.manifest)  # before the model is read and lifted
     bundle = HeldBundle(bundle)
     prepared = prepare(bundle, seed=seed, samples=samples, progress=progress)
     report = judge_prepared(
