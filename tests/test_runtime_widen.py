@@ -432,8 +432,10 @@ def test_what_a_gpu_has_a_kernel_for_stays_in_bfloat16(tmp_path, versions, widen
 
 
 def test_a_provider_that_compiles_graphs_is_refused():
-    with pytest.raises(InputError, match="TensorrtExecutionProvider compiles graphs: leave it out"):
-        Kernels(ort, ["TensorrtExecutionProvider", "CPUExecutionProvider"])
+    runtime = runtime_with(kernel("TensorrtExecutionProvider", "MemcpyToHost", (1, 2**31 - 1), "float"))
+    for module in (ort, runtime):
+        with pytest.raises(InputError, match="TensorrtExecutionProvider compiles graphs: leave it out"):
+            Kernels(module, ["TensorrtExecutionProvider", "CPUExecutionProvider"])
 
 
 # --- whole models ----------------------------------------------------------------------------------------------------

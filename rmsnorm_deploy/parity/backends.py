@@ -73,7 +73,7 @@ BACKENDS = {
         Backend("onnxruntime-widened", "ONNX Runtime, bf16 widened", "onnxruntime", {"custom_ops": False, **_WIDENED}),
         Backend(
             "onnxruntime-kernels-widened",
-            "ONNX Runtime with our kernels, bf16 widened",
+            "ONNX Runtime, our kernels, bf16 widened",
             "onnxruntime",
             {"custom_ops": True, **_WIDENED},
         ),

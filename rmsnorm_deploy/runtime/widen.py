@@ -83,7 +83,8 @@ class Kernels:
         self._kernels = defaultdict(list)
         listed = set()
         for kernel in state.get_all_opkernel_def():
-            listed.add(kernel.provider)
+            if not kernel.op_name.startswith("Memcpy"):  # which those that compile graphs have too
+                listed.add(kernel.provider)
             if kernel.provider in providers:
                 self._kernels[kernel.domain, kernel.op_name].append(kernel)
         for name in providers:
