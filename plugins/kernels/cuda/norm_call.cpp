@@ -80,9 +80,9 @@ KernelArgs kernel_args_of(const rmsnorm_args& args, const Launch& launch) {
   return out;
 }
 
-// Whether the sum takes the place of x or skip. Its phase then decides: what a thread reads there must be its own. (y may
-// take the place of the other one, in whatever phase: a row's last load from it comes before its sum of squares, and the
-// first store to it after that.)
+// Whether the sum takes the place of x or skip. Its phase then decides: what a thread reads there must be its own. (y
+// may take the place of the other one, in whatever phase: a row's last load from it comes before its sum of squares,
+// and the first store to it after that.)
 bool sum_is_input(const rmsnorm_args& args) {
   return args.sum != nullptr && (args.sum == args.x || args.sum == args.skip);
 }
