@@ -23,6 +23,7 @@ from rmsnorm_deploy.runtime.tensors import DTYPES
 
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 
+from rmsnorm_deploy.runtime import widen  # noqa: E402
 from rmsnorm_deploy.runtime.widen import Kernels, Widened, widen_bfloat16  # noqa: E402
 
 LEVELS = ["all", "extended", "basic", "disabled"]
@@ -393,7 +394,10 @@ def runtime_listing(kernels: list[Any]) -> Any:
     """The module onnxruntime with these kernels in its list."""
     schemas = ort.capi.onnxruntime_pybind11_state.get_all_operator_schema
     state = types.SimpleNamespace(get_all_operator_schema=schemas, get_all_opkernel_def=lambda: kernels)
-    return types.SimpleNamespace(capi=types.SimpleNamespace(onnxruntime_pybind11_state=state))
+    return types.SimpleNamespace(
+        capi=types.SimpleNamespace(onnxruntime_pybind11_state=state),
+        get_available_providers=lambda: ["CPUExecutionProvider"],
+    )
 
 
 def runtime_with(*kernels: Any) -> Any:
@@ -436,6 +440,23 @@ def test_a_provider_that_compiles_graphs_is_refused():
     for module in (ort, runtime):
         with pytest.raises(InputError, match="TensorrtExecutionProvider compiles graphs: leave it out"):
             Kernels(module, ["TensorrtExecutionProvider", "CPUExecutionProvider"])
+
+
+def test_where_a_library_may_be_missing_a_process_of_its_own_lists_the_kernels(tmp_path, monkeypatch):
+    widen._kernels_from_child.cache_clear()
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
+    session = opened(bundle_of(tmp_path, "g (bfloat16[n] x) => (bfloat16[n] y) { t = Identity(x) y = Exp(t) }"))
+    x = some(100)
+    assert dict(session.widened) == {"Exp": 1}
+    assert torch.equal(session(x)[0], x.exp())
+
+
+def test_a_list_of_kernels_that_ends_its_process_ends_not_ours(tmp_path, monkeypatch):
+    widen._kernels_from_child.cache_clear()
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
+    monkeypatch.setattr(widen, "_LIST_KERNELS", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    with pytest.raises(BackendUnavailable, match=r"providers \(CUDA, TensorRT\) are missing: pip install onnxruntime"):
+        opened(bundle_of(tmp_path, "g (bfloat16[n] x) => (bfloat16[n] y) { y = Exp(x) }"))
 
 
 # --- whole models ----------------------------------------------------------------------------------------------------

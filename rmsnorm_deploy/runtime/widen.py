@@ -7,6 +7,11 @@ library is used. The file is left as it is, and its weights are mapped, not read
 
 from __future__ import annotations
 
+import functools
+import json
+import os
+import subprocess
+import sys
 import types
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +23,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
-from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.errors import BackendUnavailable, InputError
 from rmsnorm_deploy.fusion.imports import infer_shapes, inline_functions
 
 Array = np.ndarray[Any, Any]
@@ -27,6 +32,15 @@ _NARROW, _WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
 _ORT_NAMES = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
 _INLINE_BYTES = 16384  # ONNX Runtime wants shapes and the like as constants in the graph
 _NO_END = 2**31 - 1
+
+_WITHOUT_LIBRARIES = {"CPUExecutionProvider", "AzureExecutionProvider"}  # providers that need no others
+_LIST_KERNELS = """
+import json
+from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
+
+names = ("domain", "op_name", "provider", "version_range", "type_constraints")
+print(json.dumps([{name: getattr(kernel, name) for name in names} for kernel in get_all_opkernel_def()]))
+"""
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,7 @@ class Kernels:
 
     Raises:
         InputError: a provider that lists none, since it compiles the graph.
+        BackendUnavailable: ONNX Runtime lists no kernels here.
     """
 
     def __init__(self, ort: types.ModuleType, providers: Sequence[str]) -> None:
@@ -82,7 +97,7 @@ class Kernels:
             self._schemas[schema.domain, schema.name].append(schema)
         self._kernels = defaultdict(list)
         listed = set()
-        for kernel in state.get_all_opkernel_def():
+        for kernel in _kernels(ort):
             if not kernel.op_name.startswith("Memcpy"):  # which those that compile graphs have too
                 listed.add(kernel.provider)
             if kernel.provider in providers:
@@ -109,6 +124,27 @@ class Kernels:
             )
             for kernel in self._kernels[node.domain, node.op_type]
         )
+
+
+def _kernels(ort: types.ModuleType) -> Sequence[Any]:
+    """Every kernel in this ONNX Runtime, of all its providers."""
+    if set(ort.get_available_providers()) <= _WITHOUT_LIBRARIES:
+        found: list[Any] = ort.capi.onnxruntime_pybind11_state.get_all_opkernel_def()
+        return found
+    return _kernels_from_child()
+
+
+@functools.cache
+def _kernels_from_child() -> Sequence[Any]:
+    """The list made by a process of its own: a provider whose libraries do not load brings that process down."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+    child = subprocess.run([sys.executable, "-c", _LIST_KERNELS], capture_output=True, env=environment, check=False)
+    if child.returncode:
+        raise BackendUnavailable(
+            "widen_bfloat16 asks this onnxruntime which kernels it has, and it ends where the libraries of one of its "
+            "providers (CUDA, TensorRT) are missing: pip install onnxruntime in its place, or those libraries"
+        )
+    return [types.SimpleNamespace(**kernel) for kernel in json.loads(child.stdout)]
 
 
 def _covers(versions: tuple[int, int], since: int) -> bool:
