@@ -85,7 +85,7 @@ def _widened(ort: Any, model: bytes, folder: Path, own_library: bool) -> Widened
 
     read = ir.from_proto(onnx.load_from_string(model))
     ir.external_data.set_base_dir(read.graph, folder)
-    return widen_bfloat16(read, folder, Kernels(ort, ["CPUExecutionProvider"]), own_library)
+    return widen_bfloat16(read, folder, Kernels(ort, [("CPUExecutionProvider", {})]), own_library)
 
 
 def _error_types(ort: Any) -> tuple[type[Exception], ...]:

@@ -143,8 +143,7 @@ class OnnxRuntimeSession(Session):
             raise BackendUnavailable(
                 f"widen_bfloat16 needs onnxruntime 1.20 or newer, and this is {self._ort.__version__}: upgrade it"
             )
-        kernels = Kernels(self._ort, [name for name, _ in self._providers])
-        return widen_bfloat16(ir.load(path), path.parent, kernels, own_library)
+        return widen_bfloat16(ir.load(path), path.parent, Kernels(self._ort, self._providers), own_library)
 
     def _options(self) -> Any:
         ort, (optimization, threads) = self._ort, self._settings

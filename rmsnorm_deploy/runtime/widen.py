@@ -1,20 +1,15 @@
 """bfloat16 where ONNX Runtime lacks kernels for it: each such op in float32 between casts, in a copy of the graph.
 
 Every result is rounded to bfloat16 all the same, so the model computes what eager PyTorch does, an op at a time with
-float32 sums inside. Ops that have a kernel stay: those of ONNX Runtime, by its own list, and this package's where its
-library is used. The file is left as it is, and its weights are mapped, not read.
+float32 sums inside. Ops that have a kernel stay: those of ONNX Runtime, and this package's where its library is
+used. The file is left as it is, and its weights are mapped, not read.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-import subprocess
-import sys
 import types
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,24 +18,15 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
-from rmsnorm_deploy.errors import BackendUnavailable, InputError
+from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.fusion.imports import infer_shapes, inline_functions
+from rmsnorm_deploy.runtime.ort_plugins import error_types
 
 Array = np.ndarray[Any, Any]
 
 _NARROW, _WIDE = ir.DataType.BFLOAT16, ir.DataType.FLOAT
-_ORT_NAMES = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
 _INLINE_BYTES = 16384  # ONNX Runtime wants shapes and the like as constants in the graph
-_NO_END = 2**31 - 1
-
-_WITHOUT_LIBRARIES = {"CPUExecutionProvider", "AzureExecutionProvider"}  # providers that need no others
-_LIST_KERNELS = """
-import json
-from onnxruntime.capi.onnxruntime_pybind11_state import get_all_opkernel_def
-
-names = ("domain", "op_name", "provider", "version_range", "type_constraints")
-print(json.dumps([{name: getattr(kernel, name) for name in names} for kernel in get_all_opkernel_def()]))
-"""
+_HAVE_KERNELS = ("CPUExecutionProvider", "CUDAExecutionProvider")
 
 
 @dataclass(frozen=True)
@@ -83,78 +69,73 @@ def holds_bfloat16(path: Path) -> bool:
 
 
 class Kernels:
-    """What kernels some execution providers have, as ``ort``, the onnxruntime module, lists them.
+    """What a session's execution providers have kernels for: ``ort``, the onnxruntime module, is given each op alone.
+
+    Its own list of kernels won't do: a build for GPUs that lacks a library ends the process when it is asked for it.
 
     Raises:
-        InputError: a provider that lists none, since it compiles the graph.
-        BackendUnavailable: ONNX Runtime lists no kernels here.
+        InputError: a provider that has no kernels, since it compiles the graph.
     """
 
-    def __init__(self, ort: types.ModuleType, providers: Sequence[str]) -> None:
-        state = ort.capi.onnxruntime_pybind11_state
-        self._schemas = defaultdict(list)
-        for schema in state.get_all_operator_schema():
-            self._schemas[schema.domain, schema.name].append(schema)
-        self._kernels = defaultdict(list)
-        listed = set()
-        for kernel in _kernels(ort):
-            if not kernel.op_name.startswith("Memcpy"):  # which those that compile graphs have too
-                listed.add(kernel.provider)
-            if kernel.provider in providers:
-                self._kernels[kernel.domain, kernel.op_name].append(kernel)
-        for name in providers:
-            if name not in listed:
+    def __init__(self, ort: types.ModuleType, providers: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+        for name, _ in providers:
+            if name not in _HAVE_KERNELS:
                 raise InputError(
-                    f"widen_bfloat16 asks providers which kernels they have, and {name} compiles graphs: leave it out"
+                    f"widen_bfloat16 is for {' and '.join(_HAVE_KERNELS)}, and not for {name}: leave it out"
                 )
+        self._ort, self._providers = ort, list(providers)
+        self._errors = error_types(ort)
+        self._options = ort.SessionOptions()
+        self._options.log_severity_level = 4  # what it logs as errors arrives as exceptions too
+        self._options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        self._options.intra_op_num_threads = 1
+        self._known: dict[tuple[Any, ...], bool] = {}
+        self._schemas = defaultdict(list)
+        for schema in ort.capi.onnxruntime_pybind11_state.get_all_operator_schema():
+            self._schemas[schema.domain, schema.name].append(schema)
 
     def schema(self, node: ir.Node, opset: int) -> Any:
         """ONNX Runtime's schema of the node's op; None for an op of somebody else's."""
         known = [schema for schema in self._schemas[node.domain, node.op_type] if schema.since_version <= opset]
         return max(known, key=lambda schema: schema.since_version, default=None)
 
-    def run(self, node: ir.Node, since: int, dtypes: Mapping[str, set[ir.DataType]]) -> bool:
-        """Whether one has a kernel for these dtypes of the schema's parameters and type variables."""
-        return any(
-            _covers(kernel.version_range, since)
-            and all(
-                f"tensor({_ort_name(dtype)})" in allowed
-                for name, allowed in kernel.type_constraints.items()
-                for dtype in dtypes.get(name, ())
-            )
-            for kernel in self._kernels[node.domain, node.op_type]
-        )
+    def run(self, node: ir.Node, opset: int, narrow: Collection[ir.Value]) -> bool:
+        """Whether the node, whose bfloat16 inputs and outputs are ``narrow``, runs as it is."""
+
+        def dtypes(values: Sequence[ir.Value | None]) -> tuple[ir.DataType | None, ...]:
+            return tuple(_NARROW if value in narrow else None if value is None else value.dtype for value in values)
+
+        key = (node.domain, node.op_type, opset, dtypes(node.inputs), dtypes(node.outputs))
+        if key not in self._known:
+            self._known[key] = self._opens(_alone(node, opset, key[3]))
+        return self._known[key]
+
+    def _opens(self, model: ir.Model) -> bool:
+        try:
+            self._ort.InferenceSession(ir.to_proto(model).SerializeToString(), self._options, providers=self._providers)
+        except self._errors:
+            return False
+        return True
 
 
-def _kernels(ort: types.ModuleType) -> Sequence[Any]:
-    """Every kernel in this ONNX Runtime, of all its providers."""
-    if set(ort.get_available_providers()) <= _WITHOUT_LIBRARIES:
-        found: list[Any] = ort.capi.onnxruntime_pybind11_state.get_all_opkernel_def()
-        return found
-    return _kernels_from_child()
-
-
-@functools.cache
-def _kernels_from_child() -> Sequence[Any]:
-    """The list made by a process of its own: a provider whose libraries do not load brings that process down."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
-    child = subprocess.run([sys.executable, "-c", _LIST_KERNELS], capture_output=True, env=environment, check=False)
-    if child.returncode:
-        raise BackendUnavailable(
-            "widen_bfloat16 asks this onnxruntime which kernels it has, and it ends where the libraries of one of its "
-            "providers (CUDA, TensorRT) are missing: pip install onnxruntime in its place, or those libraries"
-        )
-    return [types.SimpleNamespace(**kernel) for kernel in json.loads(child.stdout)]
-
-
-def _covers(versions: tuple[int, int], since: int) -> bool:
-    """Whether a kernel of these versions, first and last, runs an op that is unchanged since ``since``."""
-    first, last = versions
-    return first == since or (first < since <= last < _NO_END)
-
-
-def _ort_name(dtype: ir.DataType) -> str:
-    return _ORT_NAMES.get(dtype) or dtype.name.lower()
+def _alone(node: ir.Node, opset: int, dtypes: Sequence[ir.DataType | None]) -> ir.Model:
+    """A model of the node alone, whose inputs have these dtypes and any shape."""
+    inputs = [
+        ir.Value(name=f"input{place}", type=None if dtype is None else ir.TensorType(dtype))
+        if value is not None and value.name
+        else None
+        for place, (value, dtype) in enumerate(zip(node.inputs, dtypes, strict=True))
+    ]
+    outputs = [ir.Value(name=output.name and f"output{place}") for place, output in enumerate(node.outputs)]
+    copy = ir.Node(node.domain, node.op_type, inputs, node.attributes.values(), outputs=outputs)
+    graph = ir.Graph(
+        [value for value in inputs if value is not None],
+        [value for value in outputs if value.name],
+        nodes=[copy],
+        opset_imports={node.domain: opset},
+        name="alone",
+    )
+    return ir.Model(graph, ir_version=8)
 
 
 class _Widening:
@@ -178,19 +159,15 @@ class _Widening:
 
     def _narrow_arguments(self, node: ir.Node) -> set[ir.Value]:
         """The bfloat16 inputs and outputs of a node without a kernel; constants and graphs in graphs need none."""
-        opset = self._model.opset_imports.get(node.domain)
-        schema = self._kernels.schema(node, opset) if opset is not None else None
+        opset = self._model.opset_imports.get(node.domain, 1)
+        schema = self._kernels.schema(node, opset)
         kinds = {attribute.type for attribute in node.attributes.values()}
         if schema is None or node.op_type == "Constant" or kinds & {ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS}:
             return set()
         arguments = list(_arguments(node, schema))
-        dtypes: dict[str, set[ir.DataType]] = defaultdict(set)
-        for parameter, value in arguments:
-            if value.dtype is not None:
-                dtypes[parameter.typeStr].add(value.dtype)
-                dtypes[parameter.name].add(value.dtype)
-        narrow = {value for parameter, value in arguments if _NARROW in dtypes[parameter.typeStr]}
-        return set() if not narrow or self._kernels.run(node, schema.since_version, dtypes) else narrow
+        variables = {parameter.typeStr for parameter, value in arguments if value.dtype == _NARROW}
+        narrow = {value for parameter, value in arguments if parameter.typeStr in variables}
+        return set() if not narrow or self._kernels.run(node, opset, narrow) else narrow
 
     def _widen(self, node: ir.Node, narrow: set[ir.Value]) -> None:
         for position, value in enumerate(node.inputs):
