@@ -414,10 +414,15 @@ def _sum_error(got: Array, truth: Array, addends: Sequence[Array], dtype: str) -
         return site_error(got, truth, dtype)
     wide = got.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
-        size = np.max(np.abs([*addends, truth]), axis=0)
+        size = np.abs(truth)
+        for addend in addends:
+            np.maximum(size, np.abs(addend), out=size)
+        moved = size + (wide - truth)
+        known = np.isfinite(moved)
+        if known.all():
+            return ulp_error(moved, size, dtype, spread=False)
         known = np.isfinite(size) & np.isfinite(wide)
-        moved = np.where(known, size + (wide - truth), wide)
-    return ulp_error(moved, np.where(known, size, truth), dtype, spread=False)
+    return ulp_error(np.where(known, moved, wide), np.where(known, size, truth), dtype, spread=False)
 
 
 def site_error(got: Array, truth: Array, dtype: str = "float64") -> UlpError:

@@ -87,16 +87,22 @@ _BLOCK = 2**15  # elements that are judged at a time: some arrays of that size i
 def ulp_size(value: Array64, dtype: str) -> Array64:
     """Spacing of ``dtype`` at each ``|value|`` (float64 in and out), down to the spacing of its subnormals."""
     form = FORMATS[dtype]
-    binade = (np.asarray(value, dtype=np.float64).view(np.int64) & _EXPONENT_BITS).view(np.float64)
-    return np.asarray(np.clip(binade, 2.0**form.emin, 2.0**form.emax) * 2.0 ** (1 - form.precision), dtype=np.float64)
+    binade = np.asarray((np.asarray(value, dtype=np.float64).view(np.int64) & _EXPONENT_BITS).view(np.float64))
+    np.maximum(binade, 2.0**form.emin, out=binade)
+    np.minimum(binade, 2.0**form.emax, out=binade)
+    binade *= 2.0 ** (1 - form.precision)
+    return binade
 
 
-def row_scale(truth: Array64) -> Array64:
-    """Root mean square of the finite elements of each row, shaped to broadcast over ``truth``."""
+def row_scale(truth: Array64, largest: float | None = None) -> Array64:
+    """Root mean square of the finite elements of each row, shaped to broadcast over ``truth``.
+
+    ``largest`` is the largest absolute value in it, where that is known.
+    """
     if truth.ndim < 2:
-        return row_scale(truth.reshape(1, -1)).reshape((1,) * truth.ndim)
+        return row_scale(truth.reshape(1, -1), largest).reshape((1,) * truth.ndim)
     axes = (-1,)
-    if truth.size and float(np.max(np.abs(truth))) < 1e140:  # no square overflows
+    if truth.size and (_largest(truth) if largest is None else largest) < 1e140:  # no square overflows
         squares = np.einsum("...i,...i->...", truth, truth)[..., np.newaxis]
         if np.all(squares > 1e-280):  # and none has vanished
             return np.asarray(np.sqrt(squares / truth.shape[-1]), dtype=np.float64)
@@ -216,7 +222,7 @@ def _errors_in_blocks(
     step = max(1, _BLOCK // width)
     for start in range(0, len(true_rows), step):
         block = slice(start, start + step)
-        wide = rows[block].astype(np.float64), true_rows[block].astype(np.float64)
+        wide = rows[block].astype(np.float64, copy=False), true_rows[block].astype(np.float64, copy=False)
         error[block], mismatch[block] = _element_errors(*wide, form)
         if spread:
             counts += _counts(error[block])
@@ -232,9 +238,13 @@ def _counts(error: Array64) -> npt.NDArray[np.int64]:
 
 def _element_errors(got: Array64, truth: Array64, form: FloatFormat) -> tuple[Array64, npt.NDArray[np.bool_]]:
     """Error of each element in ULPs (infinite where mismatched), and where NaN or infinity is not the truth's."""
-    if max(_largest(got), _largest(truth)) < form.limit:  # nothing to clip, and nothing that is not a number
-        plain = np.abs(got - truth)
-        plain /= ulp_size(np.maximum(np.abs(truth), row_scale(truth)), form.name)
+    largest = _largest(truth)
+    if max(_largest(got), largest) < form.limit:  # nothing to clip, and nothing that is not a number
+        plain = got - truth
+        np.abs(plain, out=plain)
+        size = np.abs(truth)
+        np.maximum(size, row_scale(truth, largest), out=size)
+        plain /= ulp_size(size, form.name)
         return plain, np.zeros(truth.shape, dtype=bool)
     known = np.isfinite(truth)
     inside = np.clip(truth, -form.limit, form.limit)
@@ -251,5 +261,7 @@ def _element_errors(got: Array64, truth: Array64, form: FloatFormat) -> tuple[Ar
 
 def _largest(array: Array64) -> float:
     """The largest absolute value, infinite if there is a NaN."""
-    top = float(np.max(np.abs(array), initial=0.0))
+    if not array.size:
+        return 0.0
+    top = max(float(array.max()), -float(array.min()))  # both are NaN if one element is
     return math.inf if math.isnan(top) else top
