@@ -119,6 +119,41 @@ def test_a_statistic_of_the_narrowed_divides_the_source() -> None:
     check(graph(body), 0, left=("other than the one that was squared",))
 
 
+@pytest.mark.parametrize("half", [10, 16])
+@pytest.mark.parametrize("square", ["Pow(f, two)", "Mul(f, f)", "Mul(x, x)"])
+def test_a_square_that_is_narrowed_before_its_mean_is_no_square(square: str, half: int) -> None:
+    body = f"""f = Cast<to = 1>(x) sq = {square} c = Cast<to = {half}>(sq) g = Cast<to = 1>(c) ms = ReduceMean(g, last)
+    me = Add(ms, eps) rt = Sqrt(me) n = Div(f, rt) y = Mul(n, w)"""
+    model = graph(body)
+    proto, result = fused(model)
+    assert len(result.norms) == 1, result.left
+    feeds = feeds_of(model)
+    feeds["x"][0, 0] = 300 * np.sign(feeds["x"][0, 0])  # its square is infinite in float16
+    x, w = feeds["x"].astype(np.float64), onnx.numpy_helper.to_array(model.graph.initializer[-1]).astype(np.float64)
+    truth = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * w
+    np.testing.assert_allclose(run(proto, feeds)[0], truth, rtol=1e-5)
+
+
+def test_a_narrowed_square_beside_another_tensor_has_no_reason() -> None:
+    body = """h = Mul(x, x) c = Cast<to = 10>(h) g = Cast<to = 1>(c) ms = ReduceMean(g, last) me = Add(ms, eps)
+    rt = Sqrt(me) z = Relu(x) n = Div(z, rt) y = Mul(n, w)"""
+    check(graph(body), 0, left=("other than the one that was squared",))
+
+
+def test_the_mean_of_a_narrowed_square_is_normalized_as_the_square_is() -> None:
+    """What is divided is the narrowed square itself, by its own root mean square."""
+    body = """h = Mul(x, x) c = Cast<to = 10>(h) g = Cast<to = 1>(c) sq = Mul(g, g) ms = ReduceMean(sq, last)
+    me = Add(ms, eps) rt = Sqrt(me) n = Div(g, rt) y = Mul(n, w)"""
+    model = graph(body)
+    proto, result = fused(model)
+    assert len(result.norms) == 1, result.left
+    feeds = feeds_of(model)
+    x = (feeds["x"] * feeds["x"]).astype(np.float16).astype(np.float64)
+    w = onnx.numpy_helper.to_array(model.graph.initializer[-1]).astype(np.float64)
+    truth = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * w
+    np.testing.assert_allclose(run(proto, feeds)[0], truth, rtol=1e-5)
+
+
 def test_casts_in_odd_places() -> None:
     body = """f = Cast<to = 1>(x) g = Cast<to = 1>(x) sq = Pow(f, two) ms = ReduceMean(sq, last) dd = Cast<to = 11>(ms)
     ed = Cast<to = 11>(eps) me = Add(dd, ed) rt = Sqrt(me) r = Cast<to = 1>(rt) n = Div(g, r) m = Mul(n, w)

@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnxruntime.transformers import float16
 
 from rmsnorm_deploy import export_model
 from rmsnorm_deploy.errors import InputError
@@ -49,12 +50,14 @@ def _truth(weight: np.ndarray[Any, Any] = W) -> np.ndarray[Any, Any]:
     return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight)
 
 
-def _check(source: onnx.ModelProto | Path, out: Path, expected: np.ndarray[Any, Any]) -> None:
+def _check(
+    source: onnx.ModelProto | Path, out: Path, expected: np.ndarray[Any, Any], rtol: float = 1e-5, atol: float = 1e-6
+) -> None:
     bundle = export_model(source, out_dir=out)
     assert len(bundle.norms) == 1
     for name in ("model.onnx", "reference.onnx"):
         session = onnxruntime.InferenceSession(str(out / name), providers=["CPUExecutionProvider"])
-        np.testing.assert_allclose(session.run(None, {"x0": X})[0], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(session.run(None, {"x0": X})[0], expected, rtol=rtol, atol=atol)
 
 
 def _info(name: str, shape: list[Any] | None) -> onnx.ValueInfoProto:
@@ -210,3 +213,58 @@ def test_a_source_that_onnx_finds_invalid_and_runtimes_take_is_refused(tmp_path:
     del model.graph.output[1]
     bundle = export_model(model, out_dir=tmp_path / "b")
     assert any("no valid ONNX" in note for note in bundle.manifest["notes"])
+
+
+@pytest.mark.parametrize("blocked", [[], ["Pow"], ["ReduceMean", "Add", "Sqrt", "Pow"]], ids=lambda ops: "+".join(ops))
+@pytest.mark.parametrize("square", ["Mul", "Pow"])
+def test_a_file_that_a_converter_made_half_has_casts_at_its_end(
+    square: str, blocked: list[str], tmp_path: Path
+) -> None:
+    model = _model(weights=[numpy_helper.from_array(W, "w"), numpy_helper.from_array(np.float32(2), "two")])
+    if square == "Pow":
+        model.graph.node[1].CopyFrom(helper.make_node("Pow", ["x", "two"], ["sq"]))
+    half = float16.convert_float_to_float16(model, keep_io_types=True, op_block_list=blocked)
+    _check(half, tmp_path / "b", _truth(), rtol=4e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("place", ["graph", "branch"])
+def test_nodes_come_before_those_that_they_need(place: str, tmp_path: Path) -> None:
+    model = _model(weights=[numpy_helper.from_array(W, "w")])
+    nodes = list(model.graph.node)[::-1]
+    del model.graph.node[:]
+    if place == "branch":
+        branches = {
+            "then_branch": helper.make_graph(nodes, "t", [], [_info("y", ["N", "S", D])]),
+            "else_branch": helper.make_graph(
+                [helper.make_node("Neg", ["x0"], ["z"])], "e", [], [_info("z", ["N", "S", D])]
+            ),
+        }
+        nodes = [
+            helper.make_node("Identity", ["picked"], ["chosen"]),
+            helper.make_node("If", ["yes"], ["picked"], **branches),
+            helper.make_node("Not", ["no"], ["yes"]),
+        ]
+        model.graph.output[0].name = "chosen"
+        model.graph.initializer.append(numpy_helper.from_array(np.array(False), "no"))
+    model.graph.node.extend(nodes)
+    _check(model, tmp_path / "b", _truth())
+
+
+def test_nodes_of_a_function_come_before_those_that_they_need(tmp_path: Path) -> None:
+    model = _model(weights=[numpy_helper.from_array(W, "w")])
+    opsets = [helper.make_opsetid("", 18)]
+    nodes = list(model.graph.node)[::-1]
+    inputs = ["x0", "last", "eps", "w"]
+    model.functions.append(helper.make_function("local", "norm", inputs, ["y"], nodes, opsets))
+    del model.graph.node[:]
+    model.graph.node.append(helper.make_node("norm", inputs, ["y"], domain="local"))
+    model.opset_import.append(helper.make_opsetid("local", 1))
+    _check(model, tmp_path / "b", _truth())
+
+
+def test_a_graph_that_no_order_runs_ends_in_a_traceback() -> None:
+    model = _model(weights=[numpy_helper.from_array(W, "w")])
+    model.graph.node[0].input[0] = "nx"
+    with pytest.raises(InputError, match="need each other's outputs") as caught:
+        read_onnx(model)
+    assert "\n" not in str(caught.value)

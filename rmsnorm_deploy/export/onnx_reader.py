@@ -2,6 +2,8 @@
 
 - Sparse weights become dense: the graph's classes have no sparse ones, and no kernel here does.
 - ``ai.onnx`` is the long name of the standard domain: written as the short one.
+- Nodes are put in an order in which each comes after those that it needs: converters append nodes at the end, and
+  runtimes sort for themselves.
 - Functions of the file are written out, since norms are looked for inside them: the model before and after fusing has
   the same names then.
 - Large constants that are nodes become initializers, so that they are stored once, with the other weights.
@@ -32,8 +34,9 @@ def read_onnx(source: Path | onnx.ModelProto) -> ir.Model:
     """A file, or a model in memory (which is left as it is), as a graph.
 
     Raises:
-        InputError: it can't be read.
+        InputError: it can't be read, or a value of it depends on itself.
     """
+    name = source if isinstance(source, Path) else f"the ONNX model '{source.graph.name}'"
     try:
         if isinstance(source, Path):
             proto = onnx.load(source, load_external_data=False)
@@ -45,13 +48,22 @@ def read_onnx(source: Path | onnx.ModelProto) -> ir.Model:
         model = ir.from_proto(proto)
         ir.external_data.set_base_dir(model.graph, folder)
     except Exception as error:  # protobuf, onnx and the file system each have their own
-        name = source if isinstance(source, Path) else f"the ONNX model '{source.graph.name}'"
         raise InputError(f"{name} can't be read as ONNX: {reason(error)}") from error
+    _sort(model, str(name))
     _shorten_domain(model)
     inline_functions(model)
     LiftConstantsToInitializersPass(size_limit=INLINE_TENSOR)(model)
     _infer_anew(model)
     return model
+
+
+def _sort(model: ir.Model, name: str) -> None:
+    try:
+        model.graph.sort()
+        for function in model.functions.values():
+            function.sort()
+    except ValueError as error:
+        raise InputError(f"{name} holds nodes that need each other's outputs, so no order runs them") from error
 
 
 def _shorten_domain(model: ir.Model) -> None:

@@ -2,7 +2,7 @@
 
 One small method an op; whatever is not understood is an opaque atom. Casts are part of no meaning, except one that
 narrows a value which holds no statistic: that value is a new atom, because a norm of it differs from a norm of its
-source.
+source. A square that is narrowed on its way into a mean is a square all the same: it is not what is normalized.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ class Interpreter:
         idle = tuple(axis for axis in axes if square.shape[axis] == 1)
         if idle and len(idle) < len(axes):  # a mean over one element: as if the axis were not there
             return self._mean_beside(node, square, axes, idle, squared)
-        root = _root(square)
+        root = _root(square) or _root(square.unrounded())
         if root is None:
             return None
         key = ("mean", root.key, axes, len(square.shape))
@@ -473,7 +473,10 @@ class Interpreter:
         meaning = self.of(source)
         if holds_only(source, target) or meaning.statistics or not meaning.factors:
             return meaning
-        return self._opaque(("narrowed", meaning.key, int(target)), result, meaning.shape)
+        narrowed = self._opaque(("narrowed", meaning.key, int(target)), result, meaning.shape)
+        ((atom, _),) = narrowed.factors
+        atom.rounded = meaning
+        return narrowed
 
     def _unsqueeze(self, node: ir.Node) -> Meaning | None:
         m, axes = self._with_axes(node)

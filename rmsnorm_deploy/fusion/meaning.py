@@ -48,6 +48,7 @@ class Atom:
     axes: tuple[int, ...] = ()  # mean: the reduced axes of the root
     width: int | None = None  # mean: the product of the reduced dimensions
     node: ir.Node | None = None  # mean: the node that reduces
+    rounded: Meaning | None = None  # opaque: what it is a narrowing cast of
 
     @property
     def statistic(self) -> Atom | None:
@@ -127,6 +128,15 @@ class Meaning:
         for (atom, layout), power in self.factors.items():
             _add(factors, (atom, tuple(BROADCAST if a == BROADCAST else layout[a] for a in chosen)), power)
         return Meaning(factors, self.constants, self.sign, shape)
+
+    def unrounded(self) -> Meaning:
+        """The same product with what was narrowed in place of those factors to odd powers that are narrowing casts."""
+        for (atom, layout), power in self.factors.items():
+            if atom.rounded is not None and power % 2:
+                once = Meaning({(atom, layout): power}, shape=self.shape)
+                inner = atom.rounded.laid_out(layout, self.shape).raised(power)
+                return self if inner is None else self.times(once, -1.0).times(inner).unrounded()
+        return self
 
     def without(self, axes: Iterable[int]) -> Meaning:
         """The same numbers without some axes of size one; the shape must be known."""
