@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import onnx
 import pytest
 from fusion_graphs import check, feeds_of, fused, graph, op_types, run
 
@@ -147,3 +152,41 @@ def test_a_learned_scale_and_a_modulation() -> None:
     body = NORM.replace("y =", "z =") + " v = Add(s, one) m = Mul(z, v) y = Add(m, s)"
     result = check(graph(body, inputs="float[N, S, 12] x, float[N, 1, 12] s"), 1)
     assert result.norms[0].scale == "w"
+
+
+LENGTH = "l = ReduceL2(x, last) g = Max(l, eps) "
+HEADS = {"inputs": "float[N, 4, S, 12] x", "outputs": "float[N, 4, S, 12] y"}
+
+
+def _initializer(model: onnx.ModelProto, name: str) -> np.ndarray[Any, Any]:
+    tensor = next(tensor for tensor in model.graph.initializer if tensor.name == name)
+    return onnx.numpy_helper.to_array(tensor).astype(np.float64)
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [*permutations(("gamma", "sd")), *permutations(("gamma", "w")), *permutations(("column", "w", "d")), ("gamma",)],
+    ids="*".join,
+)
+def test_the_order_of_what_scales_a_row_of_length_one_decides(factors: tuple[str, ...]) -> None:
+    """A scale for each head can't be the op's, be it before or behind sqrt(d)."""
+    values = ["n", *(f"f{i}" for i in range(1, len(factors))), "y"]
+    scaled = " ".join(f"{values[i + 1]} = Mul({values[i]}, {name})" for i, name in enumerate(factors))
+    model = graph(f"{LENGTH} n = Div(x, g) {scaled}", more="float[4, 1, 12] gamma, float[4, 1, 1] column", **HEADS)
+    check(model, 1)
+    feeds = feeds_of(model)
+    x = feeds["x"].astype(np.float64)
+    truth = x / np.maximum(np.sqrt((x * x).sum(-1, keepdims=True)), 1e-5)
+    for name in factors:
+        truth = truth * _initializer(model, name)
+    np.testing.assert_allclose(run(fused(model)[0], feeds)[0], truth, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", ["float[4, 1, 1] s", "float[N, 4, S, 12] s"])
+def test_a_row_of_length_one_times_another_tensor_is_taken_for_a_norm(scale: str) -> None:
+    """A temperature for each head, or the other half of a cosine."""
+    more = f", {scale}" if "N" in scale else ""
+    constant = "" if more else scale
+    inputs = HEADS["inputs"] + more
+    model = graph(f"{LENGTH} n = Div(x, g) y = Mul(n, s)", inputs=inputs, outputs=HEADS["outputs"], more=constant)
+    check(model, 0, left=("varies over more than the normalized axes",))

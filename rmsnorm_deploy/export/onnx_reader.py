@@ -63,7 +63,9 @@ def _sort(model: ir.Model, name: str) -> None:
         for function in model.functions.values():
             function.sort()
     except ValueError as error:
-        raise InputError(f"{name} holds nodes that need each other's outputs, so no order runs them") from error
+        raise InputError(
+            f"{name} holds nodes that need each other's outputs, so no order runs them: write it anew"
+        ) from error
 
 
 def _shorten_domain(model: ir.Model) -> None:

@@ -5,7 +5,8 @@ With ``R`` the root of a mean square ``M``, a value v is a norm of R when
     v / R / core = scale,      core = (M + e)^-1/2 (inside), (M^1/2 + e)^-1 (outside) or max(M^1/2, e)^-1 (clamp)
 
 and the scale varies along the normalized axes only. Of a chain of such values (times a weight, a cast, times another
-weight) the last is taken whose predecessors serve nothing else; a constant bias added to it is taken along.
+weight) the last is taken whose predecessors serve nothing else; a constant bias added to it is taken along. An L2
+normalization counts as a norm if something scales it, be it this scale or, later, one that the op can't hold.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from rmsnorm_deploy.opset import FLOAT_TYPES
 OTHER_AXES = "the statistic lines up with other axes than those it was taken over"
 OTHER_TENSOR = "its statistic multiplies a tensor other than the one that was squared"
 LAYER_NORM = "the row's mean is subtracted first: this is LayerNorm"
+
+
+Normalizer = tuple[Atom, str, float]  # a mean square, the epsilon mode and the epsilon: what rows are divided by
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,18 @@ def recognise(graph: ir.Graph, interpreter: Interpreter, visible: Set[ir.Graph])
 
     ``visible`` are the graphs whose values its nodes may use: itself and those around it.
     """
+    found, scaled = _look(graph, interpreter, visible, frozenset())
+    return _look(graph, interpreter, visible, scaled)[0] if scaled else found
+
+
+def _look(
+    graph: ir.Graph, interpreter: Interpreter, visible: Set[ir.Graph], lengths: Set[Normalizer]
+) -> tuple[Findings, set[Normalizer]]:
+    """The norms, L2 normalizations by ``lengths`` among them; and by which lengths a scaled L2 normalization divides.
+
+    Where what scales it can't be the op's scale, it is the L2 normalization that becomes the op.
+    """
+    scaled: set[Normalizer] = set()
     matches: dict[ir.Value, Candidate] = {}
     beyond: set[ir.Value] = set()  # values that go on from a norm: a statistic in them was told already
     findings = Findings()
@@ -74,8 +90,11 @@ def recognise(graph: ir.Graph, interpreter: Interpreter, visible: Set[ir.Graph])
         meaning = interpreter.known(value) if value is not None else None
         if value is None or meaning is None or not meaning.statistics:
             continue
-        found = _Matcher(value, meaning, interpreter, visible).match()
+        matcher = _Matcher(value, meaning, interpreter, visible, lengths)
+        found = matcher.match()
         goes_on = any(i in matches or i in beyond for i in node.inputs)
+        if not goes_on:
+            scaled |= matcher.scaled_lengths
         if isinstance(found, Candidate):
             matches[value] = found
         elif goes_on:
@@ -85,7 +104,7 @@ def recognise(graph: ir.Graph, interpreter: Interpreter, visible: Set[ir.Graph])
         if isinstance(found, tuple) and not goes_on:
             findings.reasons[value] = found
     findings.candidates = _last_of_each_chain(matches, interpreter.constants)
-    return findings
+    return findings, scaled
 
 
 def _forget(reasons: dict[ir.Value, tuple[Atom, str]], node: ir.Node) -> None:
@@ -103,6 +122,8 @@ class _Matcher:
     meaning: Meaning
     interpreter: Interpreter
     visible: Set[ir.Graph]
+    lengths: Set[Normalizer]  # L2 normalizations that count as norms
+    scaled_lengths: set[Normalizer] = field(default_factory=set)  # of which this value is a multiple, but no norm
 
     def match(self) -> Candidate | tuple[Atom, str] | None:
         """A candidate; or the statistic and what is wrong with it; or None while it is still on its way to a norm."""
@@ -139,8 +160,18 @@ class _Matcher:
         if rest.statistics:
             return "another statistic multiplies it"
         if any(_varies_outside(layout, axes) for _, layout in rest.factors):
+            if self._scales_more_than_a_length(rest, axes, statistic):
+                self.scaled_lengths.add((statistic, *guard))
             return "what multiplies it varies over more than the normalized axes"
         return self._with_scale(rest, root, axes, statistic, guard)
+
+    def _scales_more_than_a_length(self, rest: Meaning, axes: tuple[int, ...], statistic: Atom) -> bool:
+        """Whether a number other than one, or a weight along the row, is among what multiplies a row of length one."""
+        inside = any(not _varies_outside(layout, axes) for _, layout in rest.factors)
+        weighted = any(
+            self._is_constant(atom) and any(layout[axis] != BROADCAST for axis in axes) for atom, layout in rest.factors
+        )
+        return inside or weighted or not _is_length(rest, statistic)
 
     def _root_value(self, statistic: Atom, root: Meaning, shape: Shape) -> ir.Value | None:
         """The value to normalize: the one that was squared, if it has the norm's own shape."""
@@ -179,7 +210,7 @@ class _Matcher:
         assert shape is not None
         number, half_powers = resolve(rest.constants, statistic.width)
         constant = rest.sign * number * float(statistic.width or 1) ** (half_powers / 2)
-        if not rest.factors and half_powers == -1 and number == 1:
+        if not rest.factors and _is_length(rest, statistic) and (statistic, *guard) not in self.lengths:
             return "L2 normalization: its rows have length 1, not sqrt(d)"
         factors = [
             ScaleFactor(atom.value, tuple(layout[axis] for axis in axes), power)
@@ -224,6 +255,11 @@ class _Matcher:
         in_place = all(e in (BROADCAST, axis - missing) for axis, e in zip(axes, factors[0].layout, strict=True))
         leading_ones = all(dim == 1 for dim in known.shape[: max(0, len(known.shape) - len(axes))])
         return value if in_place and leading_ones and dtype_of(value) in FLOAT_TYPES else None
+
+
+def _is_length(rest: Meaning, statistic: Atom) -> bool:
+    """Whether the constants make a division by the root mean square one by the row's length."""
+    return resolve(rest.constants, statistic.width) == (1, -1)
 
 
 def _guard(atom: Atom, power: float) -> tuple[str, float] | None:
