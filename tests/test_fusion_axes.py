@@ -154,6 +154,51 @@ def test_a_learned_scale_and_a_modulation() -> None:
     assert result.norms[0].scale == "w"
 
 
+PARTLY_KNOWN = {
+    "the last of two": ("S, 12", "both", "w", (2, 12)),
+    "the channels of an image": ("C2, H, W", "chw", "column", (3, 2, 5)),
+    "all": ("A, B, 12", "all", "w", (2, 3, 12)),
+    "the first of two": ("4, W", "both", "column", (4, 7)),
+}
+
+
+@pytest.mark.parametrize("name", PARTLY_KNOWN)
+@pytest.mark.parametrize("order", ["n = Mul(x, r) y = Mul(n, w)", "n = Mul(x, r) m = Mul(n, three) y = Mul(w, m)"])
+def test_a_weight_on_one_axis_of_a_row_whose_size_is_not_known(name: str, order: str) -> None:
+    """The op's scale has one element or the whole row: the norm is taken, and the product stays behind it."""
+    shape, axes, weight, sizes = PARTLY_KNOWN[name]
+    batch = "" if name == "all" else "N, "
+    channels = "3, 1, 1" if name.startswith("the channels") else "4, 1"
+    shape = shape.replace("C2", "3")
+    more = f"int64[3] chw = {{-3, -2, -1}}, int64[3] all = {{0, 1, 2}}, float[{channels}] column"
+    body = f"sq = Mul(x, x) ms = ReduceMean(sq, {axes}) me = Add(ms, eps) rt = Sqrt(me) r = Reciprocal(rt) {order}"
+    body = body.replace("Mul(n, w)", f"Mul(n, {weight})").replace("Mul(w, m)", f"Mul({weight}, m)")
+    model = graph(body, more=more, **_io(batch + shape))
+    proto, result = fused(model)
+    assert len(result.norms) == 1, result.left
+    assert not result.left
+    x = np.random.default_rng(5).standard_normal(sizes if name == "all" else (3, *sizes)).astype(np.float32)
+    wide, over = x.astype(np.float64), tuple(range(0 if name == "all" else 1, x.ndim))
+    truth = wide / np.sqrt((wide * wide).mean(over, keepdims=True) + 1e-5) * _initializer(model, weight)
+    if "three" in order:
+        truth = truth * 3
+    for optimized in (False, True):
+        np.testing.assert_allclose(run(proto, {"x": x}, optimized=optimized)[0], truth, rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_that_can_not_stay_behind_is_spread_over_rows_of_unknown_size() -> None:
+    body = "sq = Mul(x, x) ms = ReduceMean(sq, both) me = Add(ms, eps) rt = Sqrt(me) m = Mul(x, w) y = Div(m, rt)"
+    check(graph(body), 0, left=("can't be spread over rows whose size is not known",))
+
+
+@pytest.mark.parametrize(("scale", "taken"), [("4, 12", True), ("12", False), ("4, 1", False), ("1, 1", True)])
+def test_a_scale_that_is_an_activation_over_part_of_the_row(scale: str, taken: bool) -> None:
+    """The op takes one element or the whole row; anything between stays behind the norm."""
+    inputs = f"float[N, 4, 12] x, float[{scale}] s"
+    model = graph(_norm("both", "s"), inputs=inputs, outputs="float[N, 4, 12] y")
+    assert (check(model, 1).norms[0].scale == "s") == taken
+
+
 LENGTH = "l = ReduceL2(x, last) g = Max(l, eps) "
 HEADS = {"inputs": "float[N, 4, S, 12] x", "outputs": "float[N, 4, S, 12] y"}
 

@@ -226,6 +226,9 @@ class _Matcher:
                 return "its scale is a product of activations: the norm in front of it is taken instead"
         row = [shape[axis] for axis in axes]
         row_shape = tuple(dim for dim in row if isinstance(dim, int))
+        varies = any(entry != BROADCAST for factor in factors for entry in factor.layout)
+        if activation is None and varies and len(row_shape) < len(row):
+            return "its scale can't be spread over rows whose size is not known"
         return Candidate(
             output=self.value,
             root=root,
@@ -243,7 +246,7 @@ class _Matcher:
     def _activation(
         self, factors: list[ScaleFactor], constant: float, shape: Shape, axes: tuple[int, ...]
     ) -> ir.Value | None:
-        """The graph value that is the whole scale, with the normalized axes last and nothing else."""
+        """The graph value that is the whole scale: one element, or the normalized axes, last and nothing else."""
         rank = len(shape)
         if len(factors) != 1 or constant != 1 or factors[0].power != 1 or not _are_last(axes, rank):
             return None
@@ -253,8 +256,11 @@ class _Matcher:
             return None
         missing = rank - len(known.shape)
         in_place = all(e in (BROADCAST, axis - missing) for axis, e in zip(axes, factors[0].layout, strict=True))
-        leading_ones = all(dim == 1 for dim in known.shape[: max(0, len(known.shape) - len(axes))])
-        return value if in_place and leading_ones and dtype_of(value) in FLOAT_TYPES else None
+        spread = (1,) * missing + known.shape
+        leading_ones = all(dim == 1 for dim in spread[: rank - len(axes)])
+        row = spread[rank - len(axes) :]
+        whole = all(dim == 1 for dim in row) or row == shape[rank - len(axes) :]
+        return value if in_place and leading_ones and whole and dtype_of(value) in FLOAT_TYPES else None
 
 
 def _is_length(rest: Meaning, statistic: Atom) -> bool:
