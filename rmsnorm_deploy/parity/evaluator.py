@@ -17,8 +17,8 @@ from onnx.reference.op_run import OpRun
 
 from rmsnorm_deploy.errors import BackendUnavailable, InputError
 from rmsnorm_deploy.fusion.imports import infer_shapes
-from rmsnorm_deploy.parity.lift_onnx import OWN_OPERATORS
 from rmsnorm_deploy.parity.onnx_file import all_nodes, read_model
+from rmsnorm_deploy.parity.operators import OWN_OPERATORS
 from rmsnorm_deploy.parity.result import ASK_EVALUATOR
 from rmsnorm_deploy.parity.ulp import Array
 from rmsnorm_deploy.runtime.optional import one_line

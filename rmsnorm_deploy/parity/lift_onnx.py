@@ -8,7 +8,7 @@ types stay; an operator that exists in float32 only (quantisation, non-maximum s
 
 ONNX Runtime runs the lifted model with its optimizer off when it has a float64 kernel for every operator; otherwise the
 reference evaluator of the onnx package does (slower, and exact enough in float64: what it gets wrong is half
-precision).
+precision). An operator that neither has in float64 is run alone by ONNX Runtime, in float32.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from onnx.reference.op_run import OpRun
 
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity.onnx_file import read_model
+from rmsnorm_deploy.parity.operators import OWN_OPERATORS
+from rmsnorm_deploy.parity.ort_operator import DTYPE_ATTRIBUTES, stand_ins
 from rmsnorm_deploy.parity.ort_options import options_with
 from rmsnorm_deploy.parity.ulp import Array
 
 _NARROW = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 _NARROW_CODES = {int(dtype) for dtype in _NARROW}
 _DOUBLE = int(ir.DataType.DOUBLE)
-
-# attributes that hold an element type
-_DTYPE_ATTRIBUTES = ("to", "dtype", "output_datatype", "stash_type", "softmax_precision")
 
 # the attribute's default is FLOAT: it must be written out to become DOUBLE
 _DEFAULTS_TO_FLOAT = {
@@ -67,6 +66,7 @@ class OnnxProgram:
     Attributes:
         engine: what runs it, in words.
         inputs: names in the file's order; ``outputs`` likewise.
+        narrowed: the operators that have no float64 definition.
     """
 
     def __init__(self, path: Path, proto: onnx.ModelProto | None = None) -> None:
@@ -82,10 +82,13 @@ class OnnxProgram:
         session = _ort_session(proto, arrays)
         if session is not None:
             self.engine = "ONNX Runtime's float64 kernels, optimizer off"
+            self.narrowed: list[str] = []
             self._run = session.run
         else:
             self.engine = "the onnx package's reference evaluator in float64"
-            self._run = _evaluator(proto, arrays, path).run
+            substitutes = stand_ins(proto, OWN_OPERATORS)
+            self.narrowed = [f"{item.op_domain}.{item.__name__}".lstrip(".") for item in substitutes]
+            self._run = _evaluator(proto, arrays, path, [*OWN_OPERATORS, *substitutes]).run
 
     def run(self, feeds: dict[str, Array]) -> list[Array]:
         """Outputs in the file's order, floats in float64, from feeds of any float dtype."""
@@ -208,7 +211,7 @@ def _lift_node(node: ir.Node) -> None:
 
 
 def _lift_attributes(node: ir.Node) -> None:
-    for name in _DTYPE_ATTRIBUTES:
+    for name in DTYPE_ATTRIBUTES:
         attribute = node.attributes.get(name)
         if attribute is None or attribute.is_ref() or attribute.type != ir.AttributeType.INT:
             continue
@@ -284,87 +287,15 @@ def _ort_session(proto: onnx.ModelProto, arrays: dict[str, Array]) -> Any:
         return None
 
 
-def _evaluator(proto: onnx.ModelProto, arrays: dict[str, Array], path: Path) -> ReferenceEvaluator:
+def _evaluator(
+    proto: onnx.ModelProto, arrays: dict[str, Array], path: Path, operators: list[type[OpRun]]
+) -> ReferenceEvaluator:
     class Evaluator(ReferenceEvaluator):
         def retrieve_external_data(self, initializer: onnx.TensorProto) -> np.ndarray[Any, Any]:
             return arrays[initializer.name]
 
     try:
-        return Evaluator(proto, new_ops=list(OWN_OPERATORS))
+        return Evaluator(proto, new_ops=operators)
     except (FileNotFoundError, RuntimeError, TypeError) as error:
-        raise InputError(f"{path} has no float64 truth: {error}".splitlines()[0]) from error
-
-
-def _mean(x: Array, axis: int) -> Array:
-    return np.asarray(np.mean(x, axis=tuple(range(axis % x.ndim, x.ndim)), keepdims=True))
-
-
-def _wide(x: Array) -> Array:
-    """Half types in single precision, in which their statistics are taken."""
-    return x.astype(np.promote_types(x.dtype, np.float32))
-
-
-def _rms(x: Array, scale: Array, axis: int, epsilon: float) -> Array:
-    wide = _wide(x)
-    return np.asarray((wide / np.sqrt(_mean(wide * wide, axis) + epsilon)).astype(x.dtype) * scale)
-
-
-class LayerNormalization(OpRun):
-    """The standard operator; the onnx package's own refuses a float64 stash, and is wrong in half precision."""
-
-    op_domain = ""
-
-    def _run(
-        self,
-        X: Array,
-        Scale: Array,
-        B: Array | None = None,
-        axis: int = -1,
-        epsilon: float = 1e-5,
-        stash_type: int = 1,
-    ) -> tuple[Array, ...]:
-        wide = _wide(X)
-        mean = _mean(wide, axis)
-        centred = wide - mean
-        inverse = np.reciprocal(np.sqrt(_mean(centred * centred, axis) + epsilon))
-        y = (centred * inverse).astype(X.dtype) * Scale
-        return (y if B is None else y + B, mean, inverse)[: len(self.onnx_node.output)]
-
-
-class RMSNormalization(OpRun):
-    """The standard operator of opset 23, whatever its stash type."""
-
-    op_domain = ""
-
-    def _run(self, X: Array, scale: Array, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1) -> tuple[Array]:
-        return (_rms(X, scale, axis, epsilon),)
-
-
-class SimplifiedLayerNormalization(OpRun):
-    """What ONNX Runtime's optimizer writes for an RMSNorm, in the default domain though in no standard."""
-
-    op_domain = ""
-
-    def _run(self, X: Array, scale: Array, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1) -> tuple[Array]:
-        return (_rms(X, scale, axis, epsilon),)
-
-
-class SkipSimplifiedLayerNormalization(OpRun):
-    """The residual sum and the norm after it, of ONNX Runtime's contrib domain."""
-
-    op_domain = "com.microsoft"
-
-    def _run(
-        self, X: Array, skip: Array, gamma: Array, bias: Array | None = None, epsilon: float = 1e-5
-    ) -> tuple[Array, ...]:
-        total = X + skip if bias is None else X + skip + bias
-        empty = np.zeros(0)
-        return (_rms(total, gamma, -1, epsilon), empty, empty, total)[: len(self.onnx_node.output)]
-
-
-OWN_OPERATORS = (
-    LayerNormalization,
-    RMSNormalization,
-    SimplifiedLayerNormalization,
-    SkipSimplifiedLayerNormalization,
-)
+        problem = str(error).splitlines()[0]
+        raise InputError(f"{path} has no float64 truth: {problem} (--no-check exports it unproved)") from error

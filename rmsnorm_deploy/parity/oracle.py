@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,9 +41,13 @@ class BundleLike(Protocol):
 
 
 class Oracle(ABC):
-    """Float64 outputs for a model's inputs. ``description`` says what is lifted and what runs it."""
+    """Float64 outputs for a model's inputs.
+
+    ``description`` says what is lifted and what runs it, ``narrowed`` which operators are not in float64.
+    """
 
     description: str
+    narrowed: Sequence[str] = ()
 
     @abstractmethod
     def __call__(self, feeds: Mapping[str, Array], observe: Observer | None = None) -> list[Array]:
@@ -63,9 +67,12 @@ class TorchOracle(Oracle):
         self._paths = {item["name"]: item.get("path", item["name"]) for item in signature["inputs"]}
 
     @property
+    def narrowed(self) -> Sequence[str]:  # type: ignore[override]
+        return sorted(self.program.narrowed)
+
+    @property
     def description(self) -> str:  # type: ignore[override]
-        narrow = sorted(self.program.narrowed)
-        exception = f", save {', '.join(narrow)}, which has no float64 kernel" if narrow else ""
+        exception = f", save {', '.join(self.narrowed)}, which has no float64 kernel" if self.narrowed else ""
         return f"the traced PyTorch program with every float in float64{exception}"
 
     def __call__(self, feeds: Mapping[str, Array], observe: Observer | None = None) -> list[Array]:
@@ -87,7 +94,10 @@ class OnnxOracle(Oracle):
         from rmsnorm_deploy.parity.lift_onnx import OnnxProgram
 
         self._program = OnnxProgram(path)
-        self.description = f"{path.name} with every float in float64, run by {self._program.engine}"
+        self.narrowed = self._program.narrowed
+        names = ", ".join(self.narrowed)
+        exception = f", save {names}, which has no float64 definition (ONNX Runtime, float32)" if names else ""
+        self.description = f"{path.name} with every float in float64{exception}, run by {self._program.engine}"
 
     def __call__(self, feeds: Mapping[str, Array], observe: Observer | None = None) -> list[Array]:
         return self._program.run(dict(feeds))

@@ -100,7 +100,8 @@ class ParityReport:
     """The whole answer. ``ok`` is false when a backend fails, or nothing could be judged (``problem`` says why).
 
     ``baseline`` is the model before export, whose own error every backend's is held against; None where it cannot run
-    here, and ``baseline_problem`` says why. ``sites`` has every fused norm in every backend that shows it, and
+    here, and ``baseline_problem`` says why. ``narrowed`` has the operators that the oracle could not take to float64,
+    which are the same before and after fusing. ``sites`` has every fused norm in every backend that shows it, and
     ``findings`` where a backend that differs does so first.
     """
 
@@ -116,10 +117,16 @@ class ParityReport:
     baseline_problem: str | None = None
     sites: list[SiteError] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    narrowed: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         return self.problem is None and not any(backend.verdict == FAIL for backend in self.backends)
+
+    @property
+    def truth(self) -> str:
+        """What the model was held against, in words."""
+        return f"float64, but for {', '.join(self.narrowed)}" if self.narrowed else "float64"
 
     def backend(self, name: str) -> BackendResult:
         """The result of one backend; KeyError for a name that was not asked for."""
@@ -156,7 +163,7 @@ class ParityReport:
             return f"Not proved: {self.unproved}"
         ran = [backend.title for backend in self.backends if backend.verdict != NOT_RUN]
         judged = sum(sample.skipped is None for sample in self.samples)
-        return f"{', '.join(ran)}: same model as before export, on {judged} inputs against float64"
+        return f"{', '.join(ran)}: same model as before export, on {judged} inputs against {self.truth}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types; infinity and NaN are the strings "inf", "-inf" and "nan"."""
@@ -181,6 +188,7 @@ class ParityReport:
                 baseline_problem=data["baseline_problem"],
                 sites=[SiteError(**_numbers(site)) for site in data.get("sites", ())],
                 findings=[_finding(finding) for finding in data.get("findings", ())],
+                narrowed=list(data.get("narrowed", ())),
             )
         except (KeyError, TypeError) as error:
             raise InputError(f"parity.json is not one of this package's: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,6 +112,7 @@ class Prepared:
     cases: list[Case]
     records: list[SampleRecord]
     sites: list[SiteCase]
+    narrowed: list[str] = field(default_factory=list)
 
 
 @rare_collections()
@@ -128,12 +129,12 @@ def prepare(
     sites = find_sites(bundle)
     watchers = _watchers(bundle, sites, inputs)
     cases, records = _cases(inputs, names, oracle, baseline[1] if baseline else None, watchers, say)
-    description, title = oracle.description, baseline[0] if baseline else None
+    description, title, narrowed = oracle.description, baseline[0] if baseline else None, list(oracle.narrowed)
     del oracle, baseline
     give_back_memory(bundle.path)
     say("float64 truth of the norms")
     at_norms = _site_cases(bundle, sites, cases, watchers) if sites is not None else []
-    return Prepared(description, title, baseline_problem, seed, cases, records, at_norms)
+    return Prepared(description, title, baseline_problem, seed, cases, records, at_norms, narrowed)
 
 
 def _for_norms(samples: Sequence[Sample]) -> list[Sample]:
@@ -233,6 +234,7 @@ def judge_prepared(
         baseline_problem=prepared.baseline_problem,
         sites=sites,
         findings=findings,
+        narrowed=prepared.narrowed,
     )
 
 

@@ -85,7 +85,7 @@ def verdict(parity: ParityReport | None, norms: int) -> Verdict:
     if parity.problem is not None:
         return Verdict("unknown", "Not proved", f"{parity.problem}.")
     judged = sum(sample.skipped is None for sample in parity.samples)
-    inputs = f"on {judged} input{'s' * (judged != 1)} against float64"
+    inputs = f"on {judged} input{'s' * (judged != 1)} against {parity.truth}"
     failed = [backend.title for backend in parity.backends if backend.verdict == FAIL]
     if failed:
         return Verdict(
