@@ -57,6 +57,32 @@ def test_a_norm_in_a_loop() -> None:
     check(model, 1)
 
 
+def test_the_input_of_a_loop_has_names_of_its_own_for_its_dimensions() -> None:
+    """As PyTorch's exporter writes a ``while_loop``: what is computed from the input has the names outside."""
+    body = ROOT.replace("x", "h") + "n = Div(h, rt) m = Mul(n, w) g = Add(m, h)"
+    state = "(int64 i, bool go, float[T0, T1, 12] h) => (bool on, float[N, S, 12] g)"
+    loop = f"body = step {state} {{ on = Identity(go) {body} }}"
+    model = graph(f"y = Loop(count, yes, x) <{loop}>", more="int64 count = {3}, bool yes = {1}")
+    branch = model.graph.node[0].attribute[0].g
+    for name in ("sq", "rt", "n", "m"):
+        last = 1 if name == "rt" else 12
+        branch.value_info.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["N", "S", last]))
+    check(model, 1)
+    feeds = feeds_of(model)
+    truth, w = feeds["x"].astype(np.float64), onnx.numpy_helper.to_array(model.graph.initializer[-1]).astype(np.float64)
+    for _ in range(3):
+        truth = truth + truth / np.sqrt((truth * truth).mean(-1, keepdims=True) + 1e-5) * w
+    np.testing.assert_allclose(run(fused(model)[0], feeds)[0], truth, rtol=1e-5, atol=1e-5)
+
+
+def test_a_loop_whose_body_says_nothing_of_its_input_has_a_false_reason() -> None:
+    body = NORM.replace("x", "h").replace("y =", "g =")
+    loop = f"body = b (int64 i, bool go, float[] h) => (bool on, float[N, S, 12] g) {{ on = Identity(go) {body} }}"
+    model = graph(f"y = Loop(count, yes, x) <{loop}>", more="int64 count = {3}, bool yes = {1}")
+    model.graph.node[0].attribute[0].g.input[2].type.tensor_type.ClearField("shape")
+    check(model, 0, left=("says nothing of the shape",))
+
+
 def test_a_norm_in_a_scan() -> None:
     body = "sq = Mul(h, h) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(h, rt) g = Mul(n, w)"
     scan = f"body = b (float[S, 12] h) => (float[S, 12] g) {{ {body} }}"

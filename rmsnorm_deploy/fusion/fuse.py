@@ -122,6 +122,7 @@ class _Search:
             if node.graph is graph and node not in self._fused and not self._explained & {node, statistic}:
                 self._explained.add(node)
                 self.left.append(_left(node, NOT_DIVIDED))
+        self.left.extend(_left(node, UNSHAPED) for node in self.interpreter.unshaped[graph])
         self.left.extend(_left(node, LAYER_NORM) for node in graph if _is_layer_norm(node))
 
     def _leave(self, value: ir.Value, statistic: Atom, reason: str) -> None:
@@ -151,6 +152,8 @@ class _Search:
 
 LAYER_NORM = "LayerNormalization subtracts the mean: not an RMSNorm"
 NOT_DIVIDED = "nothing divides the tensor that was squared by the root of this mean"
+
+UNSHAPED = "the file says nothing of the shape of what is squared, and it does not follow from the inputs'"
 
 
 def _left(node: ir.Node | None, reason: str) -> LeftRecord:

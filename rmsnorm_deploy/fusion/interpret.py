@@ -40,6 +40,7 @@ class Interpreter:
         self.constants = constants
         self.reductions: list[tuple[ir.Node, Atom]] = []  # every node that reduces a square
         self.carriers: dict[tuple[object, ...], list[ir.Value]] = defaultdict(list)  # meaning -> values that hold it
+        self.unshaped: dict[ir.Graph, list[ir.Node]] = defaultdict(list)  # reduces a square whose rank is not known
         self.lacks_shapes = False  # a statistic was met whose shape, or whose partner's, is not known
         self.numbering = Numbering()
         self._atoms = Interner()
@@ -318,6 +319,8 @@ class Interpreter:
 
     def _reduce(self, node: ir.Node, square: Meaning, squared: ir.Value | None, *, summed: bool) -> Meaning | None:
         axes = self.reduced_axes(node, square.shape)
+        if square.shape is None and squared is not None and node.graph is not None:
+            self.unshaped[node.graph].append(node)
         found = self.mean_square(node, square, axes, squared) if axes else None
         if found is None or axes is None:
             return None
@@ -559,10 +562,17 @@ def _inherit_dtype(node: ir.Node) -> None:
 
 
 def _best_known(declared: Shape | None, computed: Shape | None) -> Shape | None:
-    """What a file says of a shape, filled up with what follows from the graph."""
+    """What a file says of a shape, filled up with what follows from the graph.
+
+    Of two names the one that follows counts: exporters give the inputs of a loop's body other names than what is
+    computed from them.
+    """
     if declared is None or computed is None or len(declared) != len(computed):
         return computed if declared is None else declared
-    return tuple(b if a is None else a for a, b in zip(declared, computed, strict=True))
+    return tuple(
+        b if a is None or (isinstance(a, str) and isinstance(b, str)) else a
+        for a, b in zip(declared, computed, strict=True)
+    )
 
 
 def _is_never_below(m: Meaning, amount: float) -> bool:
