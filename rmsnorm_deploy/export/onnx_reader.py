@@ -5,7 +5,8 @@
 - Nodes are put in an order in which each comes after those that it needs: converters append nodes at the end, and
   runtimes sort for themselves.
 - Functions of the file are written out, since norms are looked for inside them: the model before and after fusing has
-  the same names then.
+  the same names then. This package's own stay, unless the file gives one of their names another body.
+- A dimension of -1 is one of any size.
 - Large constants that are nodes become initializers, so that they are stored once, with the other weights.
 - What a file says of its inner values is only a claim, and some claims are wrong; runtimes go by inference. Shapes are
   inferred anew, and a claim is kept where nothing can be inferred.
@@ -25,7 +26,8 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.export.quiet import reason
 from rmsnorm_deploy.export.weights import INLINE_TENSOR
-from rmsnorm_deploy.fusion.imports import infer_shapes, inline_functions
+from rmsnorm_deploy.fusion.imports import infer_shapes, inline_functions, inline_strangers
+from rmsnorm_deploy.load.onnx_file import follow_links
 
 _LONG_NAME = "ai.onnx"
 
@@ -40,7 +42,7 @@ def read_onnx(source: Path | onnx.ModelProto) -> ir.Model:
     try:
         if isinstance(source, Path):
             proto = onnx.load(source, load_external_data=False)
-            folder = source.parent
+            folder = follow_links(proto, source.parent)
         else:
             proto, folder = source, Path()
         if _has_sparse(proto):
@@ -49,12 +51,26 @@ def read_onnx(source: Path | onnx.ModelProto) -> ir.Model:
         ir.external_data.set_base_dir(model.graph, folder)
     except Exception as error:  # protobuf, onnx and the file system each have their own
         raise InputError(f"{name} can't be read as ONNX: {reason(error)}") from error
+    _forget_negative(model.graph)
     _sort(model, str(name))
     _shorten_domain(model)
     inline_functions(model)
+    _complete(model)
+    if inline_strangers(model):
+        _complete(model)
+    return model
+
+
+def _complete(model: ir.Model) -> None:
     LiftConstantsToInitializersPass(size_limit=INLINE_TENSOR)(model)
     _infer_anew(model)
-    return model
+
+
+def _forget_negative(graph: ir.Graph) -> None:
+    """Some converters write a dimension of any size as -1: to ONNX that is a size, which nothing has."""
+    for value in (*graph.inputs, *graph.outputs):
+        if value.shape is not None:
+            value.shape = ir.Shape([None if isinstance(dim, int) and dim < 0 else dim for dim in value.shape])
 
 
 def _sort(model: ir.Model, name: str) -> None:

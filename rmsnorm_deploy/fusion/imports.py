@@ -12,7 +12,8 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, RemoveInitializersFromInputsPass, ShapeInferencePass
 
 from rmsnorm_deploy.errors import InputError
-from rmsnorm_deploy.opset import ATTRIBUTES, DOMAIN, is_fused_op, node_attribute
+from rmsnorm_deploy.fusion.bodies import strangers
+from rmsnorm_deploy.opset import ATTRIBUTES, DOMAIN, VARIANT_BY_NAME, is_fused_op, node_attribute
 
 _SIMPLIFIED = "SimplifiedLayerNormalization"
 _ORT_DOMAIN = "com.microsoft"
@@ -24,6 +25,7 @@ def import_graph(model: ir.Model) -> None:
     if model.ir_version < _FIRST_WITH_DEFAULTS:
         RemoveInitializersFromInputsPass()(model)
     inline_functions(model)
+    inline_strangers(model)
     for node in list(model.graph.all_nodes()):
         if node.domain == DOMAIN:
             _restore_attributes(node)
@@ -36,9 +38,34 @@ def import_graph(model: ir.Model) -> None:
 
 
 def inline_functions(model: ir.Model) -> None:
-    """Write out all functions but this package's own."""
-    if any(key[0] != DOMAIN for key in model.functions):
-        InlinePass(lambda function: function.domain != DOMAIN)(model)
+    """Write out all functions but those with a name of this package's own.
+
+    Raises:
+        InputError: a function can't be written out.
+    """
+    _inline(model, {f for f in model.functions.values() if f.domain != DOMAIN or f.name not in VARIANT_BY_NAME})
+
+
+def inline_strangers(model: ir.Model) -> bool:
+    """Write out functions that have a name of this package's and another body; whether there were any.
+
+    Norms among them are found by what they compute, as any are. The dtypes of the model's values should be known: a
+    function that is called with types unknown is taken for a stranger.
+
+    Raises:
+        InputError: a function can't be written out.
+    """
+    return _inline(model, strangers(model))
+
+
+def _inline(model: ir.Model, functions: set[ir.Function]) -> bool:
+    if not functions:
+        return False
+    try:
+        InlinePass(lambda function: function in functions)(model)
+    except (ValueError, ir.passes.InvariantError, ir.passes.PassError) as error:
+        raise InputError(f"the model's functions can't be written out in its graph: {error}") from error
+    return True
 
 
 def split_skip_norms(model: ir.Model) -> None:

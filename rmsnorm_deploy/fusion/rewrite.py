@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
 
+from rmsnorm_deploy.fusion.bodies import signatures
 from rmsnorm_deploy.fusion.constants import Constants
-from rmsnorm_deploy.fusion.evaluate import Array, CannotEvaluateError, attribute, is_float, numpy_dtype
+from rmsnorm_deploy.fusion.evaluate import Array, CannotEvaluateError, is_float, numpy_dtype
 from rmsnorm_deploy.fusion.meaning import BROADCAST, Shape
 from rmsnorm_deploy.fusion.prove import Plan, spread
 from rmsnorm_deploy.fusion.recognise import Candidate
@@ -19,7 +19,6 @@ from rmsnorm_deploy.opset import (
     DOMAIN,
     VARIANT_BY_NAME,
     VERSION,
-    Signature,
     Variant,
     function_body,
     is_fused_op,
@@ -271,20 +270,14 @@ def _join(add: ir.Node, norm: ir.Node) -> ir.Node:
 
 def attach_functions(model: ir.Model) -> None:
     """Give the model one body for each of the domain's ops that it uses, and drop those that it doesn't."""
-    signatures: dict[str, set[Signature]] = defaultdict(set)
-    for node in model.graph.all_nodes():
-        if is_fused_op(node):
-            scale = node.inputs[2 if node.op_type.startswith("Skip") else 1]
-            signatures[node.op_type].add(
-                Signature(dtype_of(node.inputs[0]), dtype_of(scale), attribute(node, "axis", -1))
-            )
+    used = signatures(model)
     for key in [key for key in model.functions if key[0] == DOMAIN]:
         del model.functions[key]
     opset = model.opset_imports.get("", 0)
-    for op_type, given in sorted(signatures.items()):
+    for op_type, given in sorted(used.items()):
         body = function_body(VARIANT_BY_NAME[op_type], frozenset(given), opset)
         model.functions[body.identifier()] = body
-    if signatures:
+    if used:
         model.opset_imports[DOMAIN] = VERSION
         model.ir_version = max(model.ir_version, MIN_IR_VERSION)
     else:
