@@ -17,6 +17,7 @@ FORMAT = 1
 PASS = "pass"
 PASS_LIKE_EAGER = "pass-better-than-eager"
 PASS_LIKE_UNFUSED = "pass-as-exact-as-unfused"
+PASS_LIKE_ROUNDING = "pass-as-exact-as-rounding"
 FAIL = "fail"
 NOT_RUN = "not-run"
 
@@ -26,6 +27,7 @@ VERDICTS = {
     PASS: "within the budget",
     PASS_LIKE_EAGER: "over the budget, and no worse than the model's own error before export allows",
     PASS_LIKE_UNFUSED: "over the budget, and as exact as the model before fusing is on the same runtime",
+    PASS_LIKE_ROUNDING: "over the budget, and no worse than roundings at random make the model itself",
     FAIL: "over the budget, and worse than the model before export and before fusing",
     NOT_RUN: "could not be judged here",
 }

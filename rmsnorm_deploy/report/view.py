@@ -15,6 +15,7 @@ from rmsnorm_deploy.parity.result import (
     NOT_RUN,
     PASS,
     PASS_LIKE_EAGER,
+    PASS_LIKE_ROUNDING,
     PASS_LIKE_UNFUSED,
     BackendResult,
     Budget,
@@ -26,11 +27,12 @@ Parity = ParityReport | Mapping[str, Any] | None
 Benchmark = BenchmarkReport | Mapping[str, Any] | None
 
 # symbol and words beside every colour, so that none depends on it
-SYMBOLS = {PASS: "✓", PASS_LIKE_EAGER: "✓", PASS_LIKE_UNFUSED: "✓", FAIL: "✗", NOT_RUN: "–"}
+SYMBOLS = {PASS: "✓", PASS_LIKE_EAGER: "✓", PASS_LIKE_UNFUSED: "✓", PASS_LIKE_ROUNDING: "✓", FAIL: "✗", NOT_RUN: "–"}
 WORDS = {
     PASS: "pass",
     PASS_LIKE_EAGER: "pass, as exact as {before}",
     PASS_LIKE_UNFUSED: "pass, as exact as unfused",
+    PASS_LIKE_ROUNDING: "pass, as exact as rounding",
     FAIL: "fail",
     NOT_RUN: "not run",
 }
@@ -216,7 +218,7 @@ def not_run(parity: ParityReport) -> list[BackendResult]:
 
 def judged(parity: ParityReport) -> list[BackendResult]:
     """Backends with a verdict, the failing ones first."""
-    order = {FAIL: 0, PASS_LIKE_UNFUSED: 1, PASS_LIKE_EAGER: 1, PASS: 1}
+    order = {FAIL: 0, PASS_LIKE_UNFUSED: 1, PASS_LIKE_ROUNDING: 1, PASS_LIKE_EAGER: 1, PASS: 1}
     ran = [backend for backend in parity.backends if backend.verdict != NOT_RUN]
     return sorted(ran, key=lambda backend: order[backend.verdict])
 
