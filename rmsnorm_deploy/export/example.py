@@ -8,34 +8,37 @@ from typing import Any
 import torch
 
 
-def grown(args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any, names: list[str]) -> tuple[Any, Any]:
+def grown(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], dynamic_shapes: Any, names: list[str], batch_only: bool = False
+) -> tuple[Any, Any]:
     """The example call with every dynamic axis of size one repeated; ``names`` are those of the positional arguments.
 
-    ``dynamic_shapes`` is as in ``torch.export.export``: by name, or in the order of the arguments.
+    ``dynamic_shapes`` is as in ``torch.export.export``: by name, or in the order of the arguments. With ``batch_only``
+    the first axes alone are repeated, since others may be there to be broadcast, as the second one of a mask is.
     """
     call = {**dict(zip(names, args, strict=False)), **kwargs}
     if isinstance(dynamic_shapes, tuple | list):
         dynamic_shapes = dict(zip(call, dynamic_shapes, strict=False))
     if not isinstance(dynamic_shapes, Mapping):
         return args, dict(kwargs)
-    done = {name: _grow(value, dynamic_shapes.get(name)) for name, value in call.items()}
+    done = {name: _grow(value, dynamic_shapes.get(name), batch_only) for name, value in call.items()}
     count = min(len(args), len(names))
     return (*(done[name] for name in names[:count]), *args[count:]), {name: done[name] for name in kwargs}
 
 
-def _grow(value: Any, spec: Any) -> Any:
+def _grow(value: Any, spec: Any, batch_only: bool) -> Any:
     if spec is None:
         return value
     if isinstance(value, torch.Tensor):
         axes = spec.items() if isinstance(spec, Mapping) else enumerate(spec) if isinstance(spec, tuple | list) else ()
         for axis, dim in axes:
-            if value.shape[axis] == 1 and _is_dynamic(dim):
+            if value.shape[axis] == 1 and _is_dynamic(dim) and not (batch_only and axis % value.ndim):
                 value = value.repeat_interleave(axis % value.ndim + 2, dim=axis)
         return value
     if isinstance(value, Mapping) and isinstance(spec, Mapping):
-        return {key: _grow(item, spec.get(key)) for key, item in value.items()}
+        return {key: _grow(item, spec.get(key), batch_only) for key, item in value.items()}
     if isinstance(value, tuple | list) and isinstance(spec, tuple | list) and len(spec) == len(value):
-        items = [_grow(item, part) for item, part in zip(value, spec, strict=True)]
+        items = [_grow(item, part, batch_only) for item, part in zip(value, spec, strict=True)]
         return items if isinstance(value, list) else tuple(items)
     return value
 

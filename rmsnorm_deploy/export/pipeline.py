@@ -29,6 +29,7 @@ from rmsnorm_deploy.export.traced import Traced
 from rmsnorm_deploy.export.weights import DATA_FILE, Stored, save_graph, write_weights
 from rmsnorm_deploy.fusion import FusionResult, fuse
 from rmsnorm_deploy.load import Source, load_source, prepare_module, to_cpu
+from rmsnorm_deploy.load.onnx_file import check_in_memory
 from rmsnorm_deploy.place import check_place, new_bundle
 
 Progress = Callable[[str], AbstractContextManager[object]]
@@ -97,6 +98,7 @@ def _source(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_s
     if isinstance(model, str | Path):
         return load_source(Path(model))
     if isinstance(model, onnx.ModelProto):
+        check_in_memory(model)
         return Source("onnx", read_onnx(model))
     if isinstance(model, torch.export.ExportedProgram):
         return Source("exported_program", model)
@@ -149,13 +151,17 @@ def _write_model(source: Source, options: Options, folder: Path, progress: Progr
 
 
 def in_precision(source: Source, precision: str) -> Source:
-    """The source with its module and example inputs in another dtype; InputError where the dtype is built in."""
+    """The source with its module and example inputs in another dtype.
+
+    Raises InputError where the dtypes are built in, or a weight would become infinite.
+    """
     if precision == "keep":
         return source
     if source.kind != "module":
         what = {"onnx": "an ONNX file", "torchscript": "TorchScript", "exported_program": "a .pt2 program"}[source.kind]
         raise InputError(f"--precision {precision}: {what} has its dtypes built in; export the PyTorch module instead")
-    source.model = cast_module(source.model, precision)
+    source.model, notes = cast_module(source.model, precision)
+    source.notes.extend(notes)
     source.args, source.kwargs = cast_floats(source.args, precision), cast_floats(source.kwargs, precision)
     return source
 

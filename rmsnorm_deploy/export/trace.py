@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from rmsnorm_deploy.errors import InputError
-from rmsnorm_deploy.export.dynamic import by_parameter, free_axes
+from rmsnorm_deploy.export.dynamic import Image, fixed_axes, guesses
 from rmsnorm_deploy.export.example import grown
 from rmsnorm_deploy.export.foreign import from_onnx, from_torchscript
 from rmsnorm_deploy.export.lower import lower
@@ -32,6 +32,8 @@ from rmsnorm_deploy.export.straighten import straighten
 from rmsnorm_deploy.export.traced import Traced
 from rmsnorm_deploy.export.weights import merge_tied
 from rmsnorm_deploy.load import Source, refused_call
+from rmsnorm_deploy.load.infer import first_layer
+from rmsnorm_deploy.load.prepare import structural_copy
 
 MIN_TORCH_OPSET = 18
 _BULKY_METADATA = (
@@ -58,33 +60,56 @@ def trace(source: Source, opset: int) -> Traced:
         )
     if source.inputs_from is not None and (problem := refused_call(source)):
         raise InputError(problem)  # said at once, and by the model: torch.export lets a wrong dtype through
-    notes: list[str] = []
-    program = source.model if source.kind == "exported_program" else _export(source, notes)
-    _check_values(program, source)
-    return _from_program(program, source, opset, notes)
+    if source.kind == "exported_program":
+        _check_values(source.model, source)
+        return _from_program(source.model, source, opset)
+    return _from_module(source, opset)
 
 
-def _export(source: Source, notes: list[str]) -> torch.export.ExportedProgram:
-    """torch.export of a module; batch and sequence stay dynamic wherever the model allows it."""
-    error: Exception | None = None
+def _from_module(source: Source, opset: int) -> Traced:
+    """A module by torch.export; batch and sequence stay dynamic wherever the model and the exporter allow it."""
+    first: _Refused | None = None
     for attempt in _attempts(source):
-        for experts in (False, True):
-            if experts and not _batch_experts(source.model, notes):
-                continue
-            try:
-                with torch.no_grad(), silence():
-                    program = torch.export.export(
-                        source.model, attempt.args, attempt.kwargs, dynamic_shapes=attempt.shapes, strict=False
-                    )
-            except Exception as failure:  # torch.export raises whatever the model's own code raises
-                error = error or failure
-                continue
-            notes.extend([attempt.note] if attempt.note else [])
-            return program
-    assert error is not None
-    raise InputError(
-        refused_call(source) or f"PyTorch can't trace {type(source.model).__name__}: {reason(error)}"
-    ) from error
+        try:
+            return _try(attempt, source, opset)
+        except _Refused as refused:
+            first = first or refused
+    assert first is not None
+    raise InputError(refused_call(source) or str(first)) from first.__cause__
+
+
+class _Refused(InputError):
+    """PyTorch can't trace the model, or write what it traced; with other dynamic axes it may."""
+
+
+def _try(attempt: _Attempt, source: Source, opset: int) -> Traced:
+    """One attempt, on modules and tensors of its own.
+
+    A failed one leaves marks: on the tensors, which axes are dynamic; in caches of the model, symbols for their sizes.
+    """
+    model = structural_copy(source.model)[0]
+    args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (attempt.args, attempt.kwargs))
+    try:
+        with torch.no_grad(), silence():
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=attempt.shapes, strict=False)
+    except Exception as error:  # torch.export raises whatever the model's own code raises
+        raise _Refused(f"PyTorch can't trace {type(source.model).__name__}: {reason(error)}") from error
+    _check_values(program, source)
+    traced = _from_program(program, source, opset)
+    traced.notes += [attempt.note] if attempt.note else _fixed(traced, source)
+    return traced
+
+
+def _fixed(traced: Traced, source: Source) -> list[str]:
+    """Notes on the axes that the model fixed."""
+    asked = None if source.dynamic_shapes is None else source.dims
+    return fixed_axes(traced.model.graph.inputs, asked, _image(source.model))
+
+
+def _image(model: torch.nn.Module) -> Image | None:
+    """What a model whose first layer is a convolution takes."""
+    layer = first_layer(model)
+    return Image.of(layer.shapes[0]) if layer is not None and "Conv" in layer.kind else None
 
 
 def _check_values(program: torch.export.ExportedProgram, source: Source) -> None:
@@ -112,61 +137,27 @@ def _attempts(source: Source) -> Iterator[_Attempt]:
     """Ways to call torch.export, the most dynamic first."""
     args, kwargs = source.args, source.kwargs
     names = list(inspect.signature(source.model.forward).parameters)[: len(args)]
-    shapes = source.dynamic_shapes
-    if shapes is None:
-        shapes = automatic_dims(source.model, args, kwargs)
-    bigger = grown(args, kwargs, shapes, names)
-    if not _same_shapes(bigger, (args, kwargs)):
-        yield _Attempt(*bigger, shapes)
-    yield _Attempt(args, kwargs, shapes)
-    if source.dynamic_shapes is None:
+    given = source.dynamic_shapes
+    wanted = [given] if given is not None else list(guesses(source.model, args, kwargs, _image(source.model)))
+    tried = set()
+    for grow in ({}, {"batch_only": True}, None):  # an axis of size one would be frozen
+        for number, shapes in enumerate(wanted):
+            call = (args, kwargs) if grow is None else grown(args, kwargs, shapes, names, **grow)
+            key = (number, *(leaf.shape for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)))
+            if key not in tried:
+                tried.add(key)
+                yield _Attempt(call[0], call[1], shapes)
+    if given is None:
         yield _Attempt(args, kwargs, None, "no dimension could be made dynamic: all shapes are the example's")
 
 
-def _same_shapes(a: Any, b: Any) -> bool:
-    shapes = [[leaf.shape for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)] for call in (a, b)]
-    return shapes[0] == shapes[1]
-
-
-def automatic_dims(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Every axis that may be a batch or a sequence as ``Dim.AUTO``: an integer tensor's, all but the last of others.
-
-    Dim.AUTO becomes a number where the model needs one; unlike a named Dim it isn't frozen by an example size of 1.
-    """
-
-    def axes(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return None
-        return dict.fromkeys(free_axes(value), torch.export.Dim.AUTO)
-
-    call = {**by_parameter(model, args), **kwargs}
-    return {name: pytree.tree_map(axes, value) for name, value in call.items()}
-
-
-def _batch_experts(model: torch.nn.Module, notes: list[str]) -> bool:
-    """Switch a mixture of experts of transformers to the implementation that can be traced; whether there was one."""
-    switched = False
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        setter = getattr(module, "set_experts_implementation", None)
-        current = getattr(config, "_experts_implementation", None)
-        if setter is not None and current not in (None, "batched_mm"):
-            setter("batched_mm")
-            switched = True
-    if switched:
-        notes.append(
-            "experts run as batched_mm in the export: PyTorch can't trace a loop over the experts that were hit"
-        )
-    return switched
-
-
-def _from_program(program: torch.export.ExportedProgram, source: Source, opset: int, notes: list[str]) -> Traced:
+def _from_program(program: torch.export.ExportedProgram, source: Source, opset: int) -> Traced:
     portable = with_plain_outputs(spell_out(program))
     try:
         with torch.no_grad(), silence():
             exported = torch.onnx.export(portable, dynamo=True, opset_version=opset, optimize=False, verbose=False)
     except Exception as error:  # the exporter wraps failures of any kind
-        raise InputError(f"PyTorch can't write the model as ONNX: {reason(error)}") from error
+        raise _Refused(f"PyTorch can't write the model as ONNX: {reason(error)}") from error
     assert exported is not None
     model = exported.model
     got = model.opset_imports.get("")
@@ -179,7 +170,7 @@ def _from_program(program: torch.export.ExportedProgram, source: Source, opset: 
     _set_traces_aside(model)
     parameters = _parameters(program, source)
     leaves = call_leaves(program, parameters)
-    traced = Traced(model, portable, parameters, notes=notes)
+    traced = Traced(model, portable, parameters)
     name_inputs(traced, leaves)
     name_outputs(model, program)
     symbols = name_dims(traced, source)

@@ -46,7 +46,7 @@ def prepare_module(
     duplicate, more = structural_copy(inner)
     notes += more + _mode_note(inner)
     _unwrap_children(duplicate, notes)
-    notes += _without_cache(duplicate, inner)
+    notes += _without_cache(duplicate, inner) + _batched_experts(duplicate, inner)
     duplicate.eval()
     return duplicate, notes + write_out(duplicate)
 
@@ -61,6 +61,31 @@ def _without_cache(duplicate: nn.Module, original: nn.Module) -> list[str]:
     for config in caching:
         config.use_cache = False
     return ["use_cache turned off on a copy: a key-value cache is no output of the exported model"] if caching else []
+
+
+def _batched_experts(duplicate: nn.Module, original: nn.Module) -> list[str]:
+    """Switch a mixture of experts of transformers to the form that can be exported, and say so.
+
+    A loop over the experts that were hit has no static graph, and ONNX has no grouped matrix product. Only where the
+    copy has a config of its own.
+    """
+    theirs = {id(config) for config in _expert_configs(original)}
+    other = [
+        config
+        for config in _expert_configs(duplicate)
+        if id(config) not in theirs and config._experts_implementation not in (None, "batched_mm")
+    ]
+    before = sorted({config._experts_implementation for config in other})
+    for config in other:
+        config._experts_implementation = "batched_mm"
+    return [f"experts run as batched_mm on a copy: as {', '.join(before)} they can't be exported"] if other else []
+
+
+def _expert_configs(model: nn.Module) -> list[Any]:
+    """Configs by which experts choose how they run; a dense model's config has the field too."""
+    experts = [m for m in model.modules() if hasattr(m, "is_transposed") and hasattr(m, "has_gate")]
+    found = [getattr(module, "config", None) for module in experts]
+    return list({id(config): config for config in found if hasattr(config, "_experts_implementation")}.values())
 
 
 def _configs(model: nn.Module) -> list[Any]:
