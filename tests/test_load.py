@@ -31,6 +31,7 @@ from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.load import Source, load_source, prepare_module, to_cpu
 from rmsnorm_deploy.load.advice import advice
 from rmsnorm_deploy.load.trust import Trust, allowed_objects, is_forbidden
+from rmsnorm_deploy.parity import run_parity
 
 NET = """
     import torch
@@ -406,6 +407,71 @@ def test_a_state_dict_in_any_wrapping_gives_the_recipe_its_weights(
     source = load_source(tmp_path / "w.pt", recipe=files["recipe"])
     computes(source, net)
     assert name == "bare" or any("w.pt" in note for note in source.notes)
+
+
+def sharded(folder: Path, weights: dict[str, torch.Tensor], places: dict[str, str]) -> Path:
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    folder.mkdir()
+    for shard in set(places.values()) - {"../w.safetensors"}:
+        held = {name: weights[name] for name, place in places.items() if place == shard}
+        safetensors.save_file(held, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+def test_shards_with_a_recipe_by_their_folder_or_their_index(files: dict[str, Path], tmp_path: Path) -> None:
+    net = make_net(files)
+    weights = {name: torch.rand_like(value) for name, value in net.state_dict().items()}
+    net.load_state_dict(weights)
+    places = {"norm.weight": "1.safetensors", "fc.weight": "2.safetensors", "fc.bias": "2.safetensors"}
+    folder = sharded(tmp_path / "shards", weights, places)
+    index = folder / "model.safetensors.index.json"
+    for path in (folder, index):
+        computes(load_source(path, recipe=files["recipe"]), net)
+        refused("give --recipe", path)
+    index.write_text(json.dumps({"weight_map": {**places, "fc.bias": "1.safetensors"}}))
+    refused("lacks fc.bias, which model.safetensors.index.json says", folder, recipe=files["recipe"])
+    (folder / "2.safetensors").unlink()
+    refused("1 of 2 files are missing: 2.safetensors", folder, recipe=files["recipe"])
+    index.write_text(json.dumps({"weight_map": {"fc.bias": "../w.safetensors"}}))
+    refused("points outside its folder", folder, recipe=files["recipe"])
+    index.write_text("[]")
+    refused("no index of safetensors files", folder, recipe=files["recipe"])
+
+
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        (lambda w: torch.empty_like(w, device="meta"), "fc.weight is on the meta device"),
+        (lambda w: torch.quantize_per_tensor(w, 0.01, 0, torch.qint8), r"fc.weight is quantized \(qint8\)"),
+        (lambda w: w.to(torch.complex64), "fc.weight is complex64"),
+    ],
+    ids=["no values", "quantized", "complex"],
+)
+def test_a_weight_that_no_parameter_takes_is_named(files: dict[str, Path], tmp_path: Path, odd: Any, says: str) -> None:
+    weights = make_net(files).state_dict()
+    torch.save({**weights, "fc.weight": odd(weights["fc.weight"])}, tmp_path / "w.pt")
+    refused(says, tmp_path / "w.pt", recipe=files["recipe"])
+
+
+def test_sparse_weights_become_dense(files: dict[str, Path], tmp_path: Path) -> None:
+    net = make_net(files)
+    weights = net.state_dict()
+    torch.save({**weights, "fc.weight": weights["fc.weight"].to_sparse()}, tmp_path / "w.pt")
+    computes(load_source(tmp_path / "w.pt", recipe=files["recipe"]), net)
+
+
+def test_what_a_module_records_of_itself_is_no_weight_and_is_not_run(files: dict[str, Path], tmp_path: Path) -> None:
+    net = make_net(files)
+    extras = {"norm._extra_state": io.BytesIO(b"anything"), "fc._extra_state": torch.zeros(4, dtype=torch.uint8)}
+    torch.save({**net.state_dict(), **extras}, tmp_path / "w.pt")
+    computes(load_source(tmp_path / "w.pt", recipe=files["recipe"]), net)
+
+
+def test_a_recipe_that_builds_no_values_is_refused(files: dict[str, Path], tmp_path: Path) -> None:
+    torch.save(make_net(files).state_dict(), tmp_path / "w.pt")
+    recipe = write(tmp_path / "meta.py", RECIPE.replace("return Net()", 'return Net().to("meta")'))
+    refused("meta.py: build.. leaves norm.weight, fc.weight, fc.bias on the meta", tmp_path / "w.pt", recipe=recipe)
 
 
 def test_safetensors_with_a_recipe(files: dict[str, Path], tmp_path: Path) -> None:
@@ -786,7 +852,98 @@ def test_onnx_files_are_passed_on_and_their_weights_looked_for(tmp_path: Path) -
     source = load_source(path)
     assert (source.kind, source.model, source.args) == ("onnx", path, ())
     refused("drop --input", path, inputs=["x=float32[2]"])
-    refused("outside its folder", onnx_identity(tmp_path / "m.onnx", "../w.data"))
+    for location in ("../w.data", "sub/../../w.data", "..\\w.data", "/etc/hostname", "C:\\w.data"):
+        refused("outside its folder", onnx_identity(tmp_path / "m.onnx", location))
+
+
+def test_weights_behind_links_are_read_as_in_the_cache_of_hugging_face(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    weight = np.float32([3, -7])
+    onnx_identity(blobs / "a")
+    (blobs / "b").write_bytes(weight.tobytes())
+    (snapshot / "model.onnx").symlink_to("../../blobs/a")
+    (snapshot / "w.data").symlink_to("../../blobs/b")
+    bundle = export_model(snapshot / "model.onnx", out_dir=tmp_path / "out")
+    (got,) = onnx.load(bundle.model_path).graph.initializer
+    assert np.array_equal(onnx.numpy_helper.to_array(got), weight)
+
+
+def test_the_data_of_a_constant_in_a_branch_is_held_to_the_folder_too(tmp_path: Path) -> None:
+    model = onnx.load(onnx_identity(tmp_path / "m.onnx"), load_external_data=False)
+    constant = onnx.helper.make_node("Constant", [], ["c"], value=model.graph.initializer[0])
+    constant.attribute[0].t.external_data[0].value = "../w.data"
+    branch = onnx.helper.make_graph([constant], "b", [], [onnx.ValueInfoProto(name="c")])
+    del model.graph.initializer[:]
+    model.graph.node[0].CopyFrom(onnx.helper.make_node("If", ["x"], ["y"], then_branch=branch, else_branch=branch))
+    onnx.save(model, tmp_path / "m.onnx")
+    refused("outside its folder", tmp_path / "m.onnx")
+
+
+def onnx_broken(tmp_path: Path, what: str) -> onnx.ModelProto:
+    model = onnx.load(onnx_identity(tmp_path / "m.onnx"), load_external_data=False)
+    if what == "outputs":
+        del model.graph.output[:]
+    elif what == "nodes":
+        del model.graph.node[:]
+    elif what == "weight":
+        del model.graph.initializer[:]
+    elif what == "result":
+        model.graph.output[0].name = "z"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("outputs", "an ONNX model without outputs"),
+        ("nodes", "an ONNX model without nodes"),
+        ("weight", "Mul 'y' reads 'w', which no input, weight or node gives"),
+        ("result", "nothing gives its output 'z'"),
+    ],
+)
+def test_an_onnx_model_that_is_not_whole_is_refused_by_its_own_name(tmp_path: Path, what: str, says: str) -> None:
+    model = onnx_broken(tmp_path, what)
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString())
+    assert refused(says, tmp_path / "m.onnx").startswith(str(tmp_path / "m.onnx"))
+    with pytest.raises(InputError, match=f"^the ONNX model 'g'.*{says}"):
+        export_model(model, out_dir=tmp_path / "out")
+
+
+def test_a_model_in_memory_without_its_weights_is_told_apart_from_a_damaged_one(tmp_path: Path) -> None:
+    model = onnx.load(onnx_identity(tmp_path / "m.onnx"), load_external_data=False)
+    with pytest.raises(InputError, match=r"weight 'w' is not in it, but in a file \(w.data\)"):
+        export_model(model, out_dir=tmp_path / "out")
+
+
+def test_a_dimension_of_minus_one_is_of_any_size(tmp_path: Path) -> None:
+    model = onnx_broken(tmp_path, "weight")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.float32([3, -7]), "w"))
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = -1
+    bundle = export_model(model, out_dir=tmp_path / "out", check=True)
+    for rows in (1, 5):
+        x = np.ones((rows, 2), np.float32)
+        assert np.array_equal(bundle.session("onnxruntime").run({"x": x})["y"], x * np.float32([3, -7]))
+
+
+def test_strings_have_no_made_up_values_and_sequences_no_verdict(tmp_path: Path) -> None:
+    kind, value = onnx.TensorProto, onnx.helper.make_tensor_value_info
+    nodes = [onnx.helper.make_node("Identity", ["s"], ["t"])]
+    strings = onnx.helper.make_graph(nodes, "g", [value("s", kind.STRING, ["n"])], [value("t", kind.STRING, ["n"])])
+    opsets = [onnx.helper.make_opsetid("", 17)]
+    with pytest.raises(InputError, match=r"input 's' is of dtype string.*--no-check"):
+        export_model(
+            onnx.helper.make_model(strings, opset_imports=opsets, ir_version=8), out_dir=tmp_path / "s", check=True
+        )
+    nodes = [onnx.helper.make_node("SequenceConstruct", ["x", "x"], ["y"])]
+    outputs = [onnx.helper.make_tensor_sequence_value_info("y", kind.FLOAT, None)]
+    lists = onnx.helper.make_graph(nodes, "g", [value("x", kind.FLOAT, ["n", 2])], outputs)
+    model = onnx.helper.make_model(lists, opset_imports=opsets, ir_version=8)
+    report = run_parity(export_model(model, out_dir=tmp_path / "out"))
+    assert {backend.verdict for backend in report.backends} == {"not-run"}
+    assert "'y' is a sequence" in str(report.backend("onnx-reference").reason)
 
 
 # ---- recipes

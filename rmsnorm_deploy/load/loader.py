@@ -18,6 +18,7 @@ from rmsnorm_deploy.load.infer import infer_inputs
 from rmsnorm_deploy.load.inputs import Call
 from rmsnorm_deploy.load.pickles import load_checkpoint
 from rmsnorm_deploy.load.prepare import prepare_module
+from rmsnorm_deploy.load.safetensors_file import read_safetensors, read_shards
 from rmsnorm_deploy.load.sniff import FileKind, identify
 from rmsnorm_deploy.load.source import Source
 from rmsnorm_deploy.load.specs import Ranges, Spec, TensorSpec, parse_dims, parse_inputs
@@ -40,7 +41,8 @@ def load_source(
 
     Args:
         path: a file written by torch.save (a module, or a state dict with a recipe), a TorchScript archive, a .pt2, a
-            safetensors or GGUF file, an ONNX file, a Hugging Face directory, or a recipe.
+            safetensors or GGUF file, a folder of safetensors with an index, an ONNX file, a Hugging Face directory,
+            or a recipe.
         recipe: the .py file that builds the model of a state dict, or gives the inputs of another model.
         imports: .py files whose classes a pickle may use.
         allow_classes: further classes a pickle may use, as "mod.Class" or "mod.*".
@@ -95,17 +97,15 @@ def _load_pickle(request: _Request) -> Source:
 
 
 def _load_safetensors(request: _Request) -> Source:
-    try:
-        from safetensors import SafetensorError  # optional, and needed for this one kind of file
-        from safetensors.torch import load_file
-    except ImportError:
-        raise InputError(f"{request.path}: needs the safetensors package: pip install safetensors") from None
     if request.recipe is None:
         raise _no_recipe(request)
-    try:
-        return _state_source(request, load_file(str(request.path)))
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{request.path}: a damaged or cut-off safetensors file: {error}") from None
+    return _state_source(request, read_safetensors(request.path))
+
+
+def _load_shards(request: _Request) -> Source:
+    if request.recipe is None:
+        raise _no_recipe(request)
+    return _state_source(request, read_shards(request.path))
 
 
 def _load_torchscript(request: _Request) -> Source:
@@ -160,6 +160,7 @@ def _load_onnx(request: _Request) -> Source:
 _LOADERS: dict[FileKind, Callable[[_Request], Source]] = {
     "pickle": _load_pickle,
     "safetensors": _load_safetensors,
+    "shards": _load_shards,
     "torchscript": _load_torchscript,
     "program": _load_program,
     "huggingface": _load_huggingface,

@@ -9,8 +9,9 @@ from typing import Literal
 
 from rmsnorm_deploy.errors import InputError
 
-FileKind = Literal["huggingface", "recipe", "gguf", "safetensors", "torchscript", "program", "pickle", "onnx"]
+FileKind = Literal["huggingface", "recipe", "gguf", "safetensors", "shards", "torchscript", "program", "pickle", "onnx"]
 
+SHARD_INDEX = ".safetensors.index.json"  # how the name of a file ends that says which weight is in which file
 _LFS = b"version https://git-lfs"
 _ZIP = b"PK\x03\x04"
 # First bytes of files people pass by mistake, and what they are.
@@ -38,6 +39,8 @@ def identify(path: Path) -> FileKind:
     head = _head(path)
     if not head:
         raise InputError(f"{path}: the file is empty")
+    if path.name.endswith(SHARD_INDEX):
+        return "shards"
     refuse_foreign(path, head)
     if head.startswith(_ZIP):
         return _archive(path)
@@ -84,6 +87,8 @@ def _head(path: Path) -> bytes:
 def _directory(path: Path) -> FileKind:
     if (path / "config.json").is_file() or len(list(path.glob("*.gguf"))) == 1:
         return "huggingface"
+    if len(list(path.glob(f"*{SHARD_INDEX}"))) == 1:
+        return "shards"
     if (path / "adapter_config.json").is_file():
         raise InputError(f"{path}: a LoRA adapter without its model: merge it (merge_and_unload) and save the whole")
     if (path / "manifest.json").is_file():

@@ -19,6 +19,7 @@ CONTAINERS = (
     *("ema", "ema_state_dict", "model_ema", "params_ema", "state_dict_ema"),
 )
 PREFIXES = ("module.", "_orig_mod.", "model.")
+_EXTRA = "_extra_state"  # how a module's own record ends, of which torch.nn.Module knows nothing more
 _COUNT = "n_averaged"  # what torch.optim.swa_utils.AveragedModel keeps beside the weights
 _SHOWN = 6
 
@@ -54,7 +55,10 @@ def load_state(model: nn.Module, weights: Weights, path: Path, recipe: Path, not
     Raises InputError naming what is missing, unexpected or of another shape. A key may be missing when the parameter is
     tied to one that is there.
     """
-    target = {k: v for k, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
+    target = _weights_in(model.state_dict(keep_vars=True))
+    unset = [k for k, v in target.items() if v.is_meta]
+    if unset:
+        raise InputError(f"{recipe}: build() leaves {_some(unset)} on the meta device, where nothing can be loaded")
     if _COUNT in weights and _COUNT not in target:
         weights = {k: v for k, v in weights.items() if k != _COUNT}
         notes.append(f"{_COUNT} of {path.name}, the counter of averaged weights, left out")
@@ -70,6 +74,7 @@ def load_state(model: nn.Module, weights: Weights, path: Path, recipe: Path, not
     ]
     if wrong:
         raise InputError(f"{path}: {_some(wrong, '; ')} ({recipe})")
+    renamed = {name: _plain(path, name, value) for name, value in renamed.items()}
     _note_dtypes(renamed, target, notes)
     with torch.no_grad():
         for name, value in renamed.items():
@@ -89,7 +94,7 @@ def _only_one(path: Path, names: list[str]) -> list[str]:
 
 def _is_state(found: Any) -> bool:
     return isinstance(found, Mapping) and bool(found) and all(isinstance(k, str) for k in found) and all(
-        isinstance(v, torch.Tensor) for k, v in found.items() if not k.endswith("_extra_state") and k != "_metadata"
+        isinstance(v, torch.Tensor) for k, v in found.items() if not k.endswith(_EXTRA) and k != "_metadata"
     )  # fmt: skip
 
 
@@ -98,7 +103,11 @@ def _checked(path: Path, found: Any, where: str) -> Weights | nn.Module:
         return found
     if not _is_state(found):
         raise InputError(f"{path}: {where} is no state dict (names to tensors) but a {type(found).__name__}")
-    return {k: v for k, v in found.items() if isinstance(v, torch.Tensor)}
+    return _weights_in(found)
+
+
+def _weights_in(found: Mapping[str, Any]) -> Weights:
+    return {k: v for k, v in found.items() if isinstance(v, torch.Tensor) and not k.endswith(_EXTRA)}
 
 
 def _best_names(weights: Weights, target: Mapping[str, Any]) -> tuple[Weights, str]:
@@ -162,6 +171,19 @@ def _refuse_keys(path: Path, recipe: Path, missing: list[str], unexpected: list[
         problems.append(f"{len(unexpected)} unexpected: {_some(unexpected)}")
     if problems:
         raise InputError(f"{path}: its keys are not those of the model that {recipe} builds: {'; '.join(problems)}")
+
+
+def _plain(path: Path, name: str, value: torch.Tensor) -> torch.Tensor:
+    """A weight as numbers in a row; InputError for one that has none, or none of a kind that a parameter takes."""
+    if value.is_meta:
+        raise InputError(f"{path}: {name} is on the meta device, so the file holds its shape and no values")
+    if value.is_quantized:
+        raise InputError(
+            f"{path}: {name} is quantized ({_name(value)}): give the weights from before that, or dequantize() them"
+        )
+    if value.is_complex():
+        raise InputError(f"{path}: {name} is {_name(value)}, and weights are real numbers")
+    return value if value.layout == torch.strided else value.to_dense()
 
 
 def _note_dtypes(given: Weights, target: Mapping[str, torch.Tensor], notes: list[str]) -> None:

@@ -69,7 +69,7 @@ class OptimizedModule(nn.Module):
 
 
 class _Dropped:
-    """Stands in for the parts of torch.compile in a pickle, whatever they are called with."""
+    """Stands in for what a model does without, such as the parts of torch.compile, whatever it is called with."""
 
     def __new__(cls, *_: Any) -> _Dropped:
         return object.__new__(cls)
@@ -102,6 +102,7 @@ def _fixed() -> dict[str, Any]:
         "torch._dynamo.eval_frame.OptimizedModule": OptimizedModule,
         "torch._TorchCompileInductorWrapper": _Dropped,
         "contextlib.nullcontext": _Dropped,
+        "_io.BytesIO": _Dropped,  # TransformerEngine keeps a module's extra state in one, which is no weight
         "argparse.Namespace": argparse.Namespace,
         "types.SimpleNamespace": types.SimpleNamespace,
         "collections.defaultdict": collections.defaultdict,

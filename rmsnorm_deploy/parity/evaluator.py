@@ -39,7 +39,7 @@ class EvaluatorSession(Session):
     Raises:
         BackendUnavailable: it lacks an operator of the model or computes it wrongly, or the model is larger than
             ``max_bytes``.
-        InputError: it does not run an input.
+        InputError: an output is no tensor, or it does not run an input.
     """
 
     backend = "onnx-reference"
@@ -55,6 +55,12 @@ class EvaluatorSession(Session):
                 + ASK_EVALUATOR
             )
         model = read_model(bundle.model_path)
+        for output in model.graph.output:
+            kind = output.type.WhichOneof("value") or "tensor_type"
+            if kind != "tensor_type":
+                raise InputError(
+                    f"output {output.name!r} is a {kind.removesuffix('_type')}, and only tensors can be returned"
+                )
         if _has_layer_norm_in_float16(model):
             raise BackendUnavailable(
                 "the onnx package's evaluator computes LayerNormalization wrongly in float16: its squares overflow"

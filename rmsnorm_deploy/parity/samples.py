@@ -204,6 +204,7 @@ def _values(item: Mapping[str, Any], shape: tuple[int, ...], random: np.random.G
         values = PATTERNS[pattern](random, shape, dtype) if len(shape) >= 1 else random.standard_normal(shape)
         with np.errstate(over="ignore", under="ignore"):
             return np.asarray(values).astype(_FLOATS[dtype])
+    _require_numbers(item)
     if "mask" in name:
         return np.ones(shape, dtype)
     if dtype == "bool":
@@ -212,6 +213,16 @@ def _values(item: Mapping[str, Any], shape: tuple[int, ...], random: np.random.G
         return np.broadcast_to(np.arange(shape[-1]), shape).astype(dtype)
     high = int(item.get("high") or 2)
     return _ID_PATTERNS.get(pattern, _any_ids)(random, shape, high).astype(dtype)
+
+
+def _require_numbers(item: Mapping[str, Any]) -> None:
+    try:
+        np.dtype(item["dtype"])
+    except TypeError:
+        raise InputError(
+            f"input {item['name']!r} is of dtype {item['dtype']}, of which no values can be made up: --no-check "
+            f"exports the model unproved"
+        ) from None
 
 
 def _any_ids(random: np.random.Generator, shape: tuple[int, ...], high: int) -> Array:
