@@ -73,7 +73,7 @@ def fast_gelu(x: float) -> float:
 
 
 X, ROW, X64 = draw(2, 3, 8), draw(8), draw(2, 3, 8).astype(np.float64)
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, tuple[Any, ...]] = {
     "gelu": ("Gelu", (X,), {}, each(gelu, X)),
     "gelu of a sum": ("BiasGelu", (X, ROW), {}, each(gelu, X64 + ROW)),
     "fast gelu": ("FastGelu", (X,), {}, each(fast_gelu, X)),
@@ -107,7 +107,7 @@ def test_a_sum_and_its_layer_norm_are_exact_in_float64(tmp_path: Path, evaluator
     assert np.allclose(y, centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 0.25) * gamma + beta, rtol=1e-12)
 
 
-FUSED = {
+FUSED: dict[str, tuple[Any, ...]] = {
     "product, transposed": ("FusedMatMul", (draw(2, 8, 3), draw(2, 5, 8)), {"transA": 1, "transB": 1, "alpha": 0.5}),
     "product, batch moved": ("FusedMatMul", (draw(3, 2, 8), draw(2, 8, 5)), {"transBatchA": 1}),
     "product, batch moved and transposed": (
@@ -163,7 +163,7 @@ def quantized() -> tuple[Any, dict[str, Array]]:
         helper.make_node("Div", ["b", "three"], ["c"]),
     ]
     feeds = {"x": X}
-    return model_of(nodes, feeds, ["a", "b", "c"], three=np.float32(3), q=weights, s=draw(8)), feeds
+    return model_of(nodes, feeds, ["a", "b", "c"], three=np.array(3, np.float32), q=weights, s=draw(8)), feeds
 
 
 def test_what_has_no_definition_is_run_by_the_runtime_and_all_else_in_float64(tmp_path: Path) -> None:
@@ -190,6 +190,18 @@ def test_the_verdict_names_what_is_not_judged_in_float64(tmp_path: Path) -> None
     assert len(bundle.norms) == 1
     assert report.narrowed == [f"{CONTRIB}.MultiHeadAttention"]
     assert report.headline().endswith(f"against float64, but for {CONTRIB}.MultiHeadAttention")
+
+
+def test_a_wrong_norm_fails_beside_an_operator_that_is_not_in_float64(tmp_path: Path) -> None:
+    node = helper.make_node("MultiHeadAttention", ["n", "n", "n"], ["y"], domain=CONTRIB, num_heads=2)
+    bundle = export_model(norm_between(node), out_dir=tmp_path / "b")
+    model = onnx.load(bundle.model_path)
+    (epsilon,) = (a for n in model.graph.node if n.op_type == "RMSNorm" for a in n.attribute if a.name == "epsilon")
+    epsilon.f = 1e-3
+    onnx.save(model, bundle.model_path)
+    report = run_parity(bundle, backends=["onnxruntime"])
+    assert report.headline() == "Parity failed on ONNX Runtime"
+    assert report.findings
 
 
 def test_an_operator_without_a_kernel_here_is_refused_with_the_way_out(tmp_path: Path) -> None:

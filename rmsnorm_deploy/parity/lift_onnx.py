@@ -298,4 +298,4 @@ def _evaluator(
         return Evaluator(proto, new_ops=operators)
     except (FileNotFoundError, RuntimeError, TypeError) as error:
         problem = str(error).splitlines()[0]
-        raise InputError(f"{path} has no float64 truth: {problem} (--no-check exports it unproved)") from error
+        raise InputError(f"{path.name} has no float64 truth: {problem} (--no-check exports it unproved)") from error
