@@ -169,3 +169,13 @@ def test_a_function_that_calls_itself_ends_in_a_traceback() -> None:
     model = _model(_function(f"Y = {DOMAIN}.RMSNorm(X, S)"))
     with pytest.raises(InputError, match="can't be written out in its graph"):
         read_onnx(model)
+
+
+@pytest.mark.parametrize("inputs", [["x"], ["x", ""]])
+def test_an_op_of_ours_without_a_scale_ends_in_a_traceback(inputs: list[str]) -> None:
+    model = _model()
+    del model.graph.node[0].input[:]
+    model.graph.node[0].input.extend(inputs)
+    actual, result = _fused(model)
+    np.testing.assert_allclose(actual, _rms() / W.astype(np.float64), rtol=1e-5)
+    assert len(result.norms) == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, RemoveInitializersFromInputsPass, ShapeInferencePass
 
@@ -29,6 +30,7 @@ def import_graph(model: ir.Model) -> None:
     for node in list(model.graph.all_nodes()):
         if node.domain == DOMAIN:
             _restore_attributes(node)
+            _restore_scale(model, node)
         elif node.domain == _ORT_DOMAIN:
             _split_contrib_norm(node)
         elif node.domain == "" and node.op_type in ("Cast", "CastLike"):
@@ -131,6 +133,19 @@ def _restore_attributes(node: ir.Node) -> None:
     for name, default in ATTRIBUTES.items():
         if name not in node.attributes:
             node.attributes[name] = node_attribute(name, default)
+
+
+def _restore_scale(model: ir.Model, node: ir.Node) -> None:
+    """A node of ours without a scale gets a one: no function body can leave it out."""
+    at = 2 if is_fused_op(node) and VARIANT_BY_NAME[node.op_type].skip else 1
+    x = node.inputs[0] if node.inputs else None
+    if not is_fused_op(node) or x is None or x.dtype is None or (len(node.inputs) > at and node.inputs[at] is not None):
+        return
+    one = ir.Value(name=f"{node.outputs[0].name}_scale_one", shape=ir.Shape([1]), type=ir.TensorType(x.dtype))
+    one.const_value = ir.tensor(np.ones(1, x.dtype.numpy()), dtype=x.dtype, name=one.name)
+    model.graph.register_initializer(one)
+    node.resize_inputs(max(len(node.inputs), at + 1))
+    node.replace_input_with(at, one)
 
 
 def _resolve_cast(node: ir.Node) -> None:
