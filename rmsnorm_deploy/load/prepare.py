@@ -17,6 +17,7 @@ from torch import nn
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.load.inputs import bind, signature
 from rmsnorm_deploy.load.parametrized import write_out
+from rmsnorm_deploy.load.scripted import hold_scripted
 
 _COMPILED = "_orig_mod"
 
@@ -26,9 +27,10 @@ def prepare_module(
 ) -> tuple[nn.Module, list[str]]:
     """A copy of ``model`` in eval mode, unwrapped, with ordinary CPU parameters, and notes on what was done.
 
-    DataParallel, DistributedDataParallel and torch.compile wrappers are taken off, at any depth. Parameters share their
-    storage with the original's, save inference tensors and those on another device, which are cloned; tied ones stay
-    tied. With ``args`` or ``kwargs`` the call is checked against ``forward``'s signature.
+    Children that are TorchScript become plain modules around copies of them. DataParallel, DistributedDataParallel and
+    torch.compile wrappers are taken off, at any depth. Parameters share their storage with the original's, save
+    inference tensors and those on another device, which are cloned; tied ones stay tied. With ``args`` or
+    ``kwargs`` the call is checked against ``forward``'s signature.
 
     Raises InputError for what is no module, has no ``forward``, holds parameters without values (meta device, lazy
     modules), or cannot be called with these inputs.
@@ -48,6 +50,7 @@ def prepare_module(
     _unwrap_children(duplicate, notes)
     notes += _without_cache(duplicate, inner) + _batched_experts(duplicate, inner)
     duplicate.eval()
+    hold_scripted(duplicate)
     return duplicate, notes + write_out(duplicate)
 
 
@@ -174,8 +177,9 @@ class _Tensors:
 
 
 def _modules(model: nn.Module) -> Iterator[nn.Module]:
-    """All modules, compiled ones' insides too, each once."""
-    return iter({id(m): m for m in model.modules()}.values())
+    """All modules whose tensors are theirs, compiled ones' insides too, each once; TorchScript makes new ones."""
+    found = {id(m): m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)}
+    return iter(found.values())
 
 
 def _inside(model: nn.Module) -> nn.Module | None:
@@ -235,6 +239,8 @@ def _check_values(model: nn.Module) -> None:
 def _shallow_copy(model: nn.Module, memo: Mapping[int, torch.Tensor], done: dict[int, nn.Module]) -> nn.Module:
     if id(model) in done:
         return done[id(model)]
+    if isinstance(model, torch.jit.ScriptModule):
+        return done.setdefault(id(model), copy.deepcopy(model))
     twin = model.__class__.__new__(model.__class__)
     done[id(model)] = twin
     twin.__dict__ = {k: memo.get(id(v), v) for k, v in model.__dict__.items()}
