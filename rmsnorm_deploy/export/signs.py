@@ -7,6 +7,7 @@ sines belong to the model: one product of a table replaces all those Negs. No ot
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -16,18 +17,24 @@ from rmsnorm_deploy.fusion.values import Shapes
 
 Signs = tuple[int, ...]
 
+_MOVES = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+_FEW = 16  # elements of a constant that is compared, as axes and shapes are
+
 
 def move_signs(graph: ir.Graph, shapes: Shapes) -> None:
     """Let tables that several products share carry the signs of what they are multiplied with, in place."""
-    concats: dict[tuple[ir.Value, Signs], list[ir.Node]] = defaultdict(list)
+    found: dict[tuple[Any, Signs], list[tuple[ir.Value, ir.Node]]] = defaultdict(list)
     for node in graph:
         signs = _signs(node, shapes) if (node.domain, node.op_type) == ("", "Concat") else None
         table = _table(node, shapes) if signs is not None else None
         if signs is not None and table is not None:
-            concats[table, signs].append(node)
-    for (table, signs), found in concats.items():
-        if len(found) > 1:
-            _sign_table(graph, table, signs, found)
+            found[_identity(table), signs].append((table, node))
+    places: dict[ir.Node | None, int] = {None: -1, **{node: number for number, node in enumerate(graph)}}
+    for (_, signs), shared in found.items():
+        if len(shared) > 1:
+            tables = [table for table, _ in shared]
+            first = min(tables, key=lambda table: places[table.producer()])
+            _sign_table(graph, first, signs, shared)
 
 
 def _signs(concat: ir.Node, shapes: Shapes) -> Signs | None:
@@ -55,7 +62,23 @@ def _table(concat: ir.Node, shapes: Shapes) -> ir.Value | None:
     return table
 
 
-def _sign_table(graph: ir.Graph, table: ir.Value, signs: Signs, concats: list[ir.Node]) -> None:
+def _identity(value: ir.Value) -> Any:
+    """Equal for values that are the same because they are moved in the same way from one value.
+
+    A layer has its own Unsqueeze of a table.
+    """
+    constant = ir.convenience.get_const_tensor(value)
+    if constant is not None and constant.size <= _FEW:
+        return constant.dtype, tuple(constant.shape), constant.tobytes()
+    node = value.producer()
+    if node is None or node.domain != "" or node.op_type not in _MOVES:
+        return value
+    attributes = tuple(sorted((name, str(attribute.value)) for name, attribute in node.attributes.items()))
+    return node.op_type, attributes, tuple(_identity(each) if each is not None else None for each in node.inputs)
+
+
+def _sign_table(graph: ir.Graph, table: ir.Value, signs: Signs, shared: list[tuple[ir.Value, ir.Node]]) -> None:
+    """Let the products of ``shared`` take ``table`` with ``signs`` in place of their tables, which equal it."""
     assert table.dtype is not None
     constant = ir.node("Constant", [], {"value": ir.tensor(np.array(signs, table.dtype.numpy()))})
     signed = ir.node("Mul", [table, constant.outputs[0]])
@@ -66,9 +89,9 @@ def _sign_table(graph: ir.Graph, table: ir.Value, signs: Signs, concats: list[ir
         graph.insert_after(producer, [constant, signed])
     else:
         graph.insert_before(graph[0], [constant, signed])
-    for concat in concats:
+    for own, concat in shared:
         (product,) = concat.outputs[0].consumers()
-        product.replace_input_with(product.inputs.index(table), signed.outputs[0])
+        product.replace_input_with(product.inputs.index(own), signed.outputs[0])
         for index, value in enumerate(concat.inputs):
             source = _negation(value)
             if source is not None:

@@ -1,20 +1,19 @@
-"""Takes out what a graph needn't do: one thing twice, a Reshape to the shape that is there, a Transpose between two.
+"""Takes out the detours of data: a Reshape to the shape that is there, a Transpose between two, a minus sign a layer.
 
-PyTorch's exporter writes all of these, most around attention. They compute nothing, and at one token they cost a model
-more than its norms do: ONNX Runtime merges a Transpose into the MatMul behind it, but not through a Reshape. Values
-stay what they are, bit for bit.
+PyTorch's exporter writes all of these around attention. They compute nothing, and at one token they cost a model more
+than its norms do: ONNX Runtime merges a Transpose into the MatMul behind it, but not through a Reshape. Values stay
+what they are, bit for bit.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
-from onnx_ir.passes.common import CommonSubexpressionEliminationPass, RemoveUnusedNodesPass
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from rmsnorm_deploy.export.signs import move_signs
 from rmsnorm_deploy.fusion.imports import infer_shapes
 from rmsnorm_deploy.fusion.meaning import Shape
 from rmsnorm_deploy.fusion.values import Shapes, shape_of
-from rmsnorm_deploy.opset import DOMAIN
 
 
 def straighten(model: ir.Model) -> None:
@@ -23,8 +22,6 @@ def straighten(model: ir.Model) -> None:
     Only for graphs whose dimension names can be relied on: two dimensions of one name have one size. That holds for
     this package's own traces; what a file from elsewhere claims about its inner values may be wrong.
     """
-    if not any(_may_be_random(node) for node in model.graph):
-        CommonSubexpressionEliminationPass()(model)
     shapes = _inferred(model)
     for node in list(model.graph):
         if (node.domain, node.op_type) != ("", "Reshape") or node.outputs[0].is_graph_output():
@@ -33,11 +30,6 @@ def straighten(model: ir.Model) -> None:
             _swap_last_axes(node, shapes)
     move_signs(model.graph, shapes)
     RemoveUnusedNodesPass()(model)
-
-
-def _may_be_random(node: ir.Node) -> bool:
-    """Whether two such nodes with the same inputs may differ, and onnx_ir's pass wouldn't know."""
-    return node.domain not in ("", DOMAIN) or node.op_type in ("Bernoulli", "Dropout")
 
 
 def _skip_reshape(node: ir.Node, shapes: Shapes) -> bool:
