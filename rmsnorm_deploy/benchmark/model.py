@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rmsnorm_deploy.benchmark.contestants import Threads, evaluating, onnxruntime_call, torch_call
 from rmsnorm_deploy.benchmark.norm import NormCase, norm_calls, typical_norm
 from rmsnorm_deploy.benchmark.result import MODEL_GROUP, NORM_GROUP, BenchmarkReport, Comparison, Timing
-from rmsnorm_deploy.benchmark.timing import Call, interleave, median_interval, quantile
+from rmsnorm_deploy.benchmark.timing import OPENINGS, Call, interleave, median_interval, quantile
 from rmsnorm_deploy.benchmark.twin import onnx_twin, torch_twin
 from rmsnorm_deploy.errors import DeployError, InputError
 from rmsnorm_deploy.parity.oracle import BundleLike
@@ -108,13 +108,19 @@ def compare(timings: Sequence[Timing]) -> list[Comparison]:
 def _time(entries: Sequence[Entry], seconds: float, say: Callable[[str], None]) -> list[Timing]:
     calls: dict[str, Call] = {}
     reasons: dict[str, str] = {}
-    for entry in entries:
-        say(f"preparing {entry.title}")
-        try:
-            calls[entry.name] = entry.make()
-        except DeployError as error:
-            reasons[entry.name] = str(error)
-    times = interleave(calls, seconds, say) if calls else {}
+    times: dict[str, list[float]] = {}
+    for number in range(OPENINGS):
+        for entry in [*entries[number:], *entries[:number]]:
+            if entry.name in reasons or (number and entry.backend != "onnxruntime"):
+                continue
+            say(f"preparing {entry.title}")
+            calls.pop(entry.name, None)
+            try:
+                calls[entry.name] = entry.make()
+            except DeployError as error:
+                reasons[entry.name] = str(error)
+        for name, values in (interleave(calls, seconds / OPENINGS, say) if calls else {}).items():
+            times.setdefault(name, []).extend(values)
     return [
         Timing(entry.name, entry.title, entry.group, entry.backend, times.get(entry.name, []), reasons.get(entry.name))
         for entry in entries

@@ -13,6 +13,8 @@ Call = Callable[[], Any]
 
 MIN_ROUNDS = 5
 MAX_ROUNDS = 300
+# where a session's weights happen to lie in memory is worth some percent: each is opened so often, in turn
+OPENINGS = 4
 _SLICE = 1e-3  # a measurement takes at least this many seconds: shorter calls are repeated within it
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rmsnorm_deploy.benchmark.contestants import onnxruntime_call
-from rmsnorm_deploy.benchmark.timing import Call, interleave, quantile
+from rmsnorm_deploy.benchmark.timing import OPENINGS, Call, interleave, quantile
 from rmsnorm_deploy.benchmark.twin import without_norms
 from rmsnorm_deploy.cli import Parser, positive, positive_number, run_command
 from rmsnorm_deploy.errors import EXIT_OK, InputError
@@ -27,8 +27,6 @@ TORCH, STOCK, KERNELS = "PyTorch's export", "bundle, stock ONNX Runtime", "bundl
 WITHOUT = "bundle, without its norms"
 BARS = {STOCK: (1.15, 1.03, 1.03, 1.03), KERNELS: (1.2, None, 1.05, None)}
 TORCH_OPSET = 18
-# where a session's weights happen to lie in memory is worth a few percent: each is opened so often, in turn
-OPENINGS = 4
 
 
 def main(argv: Sequence[str]) -> int:
