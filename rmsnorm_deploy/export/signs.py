@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from rmsnorm_deploy.export.nodes import identity
 from rmsnorm_deploy.fusion.meaning import Shape
 from rmsnorm_deploy.fusion.values import Shapes
 
 Signs = tuple[int, ...]
-
-_MOVES = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-_FEW = 16  # elements of a constant that is compared, as axes and shapes are
 
 
 def move_signs(graph: ir.Graph, shapes: Shapes) -> None:
@@ -28,7 +26,7 @@ def move_signs(graph: ir.Graph, shapes: Shapes) -> None:
         signs = _signs(node, shapes) if (node.domain, node.op_type) == ("", "Concat") else None
         table = _table(node, shapes) if signs is not None else None
         if signs is not None and table is not None:
-            found[_identity(table), signs].append((table, node))
+            found[identity(table), signs].append((table, node))
     places: dict[ir.Node | None, int] = {None: -1, **{node: number for number, node in enumerate(graph)}}
     for (_, signs), shared in found.items():
         if len(shared) > 1:
@@ -60,21 +58,6 @@ def _table(concat: ir.Node, shapes: Shapes) -> ir.Value | None:
     if table is None or table.dtype is None or _last(table, shapes) != _last(value, shapes):
         return None
     return table
-
-
-def _identity(value: ir.Value) -> Any:
-    """Equal for values that are the same because they are moved in the same way from one value.
-
-    A layer has its own Unsqueeze of a table.
-    """
-    constant = ir.convenience.get_const_tensor(value)
-    if constant is not None and constant.size <= _FEW:
-        return constant.dtype, tuple(constant.shape), constant.tobytes()
-    node = value.producer()
-    if node is None or node.domain != "" or node.op_type not in _MOVES:
-        return value
-    attributes = tuple(sorted((name, str(attribute.value)) for name, attribute in node.attributes.items()))
-    return node.op_type, attributes, tuple(_identity(each) if each is not None else None for each in node.inputs)
 
 
 def _sign_table(graph: ir.Graph, table: ir.Value, signs: Signs, shared: list[tuple[ir.Value, ir.Node]]) -> None:

@@ -1,8 +1,8 @@
-"""Takes out the detours of data: a Reshape to the shape that is there, a Transpose between two, a minus sign a layer.
+"""Takes the detours out of attention: a Reshape or Slice to what is there, a Transpose between two Reshapes, copies.
 
-PyTorch's exporter writes all of these around attention. They compute nothing, and at one token they cost a model more
-than its norms do: ONNX Runtime merges a Transpose into the MatMul behind it, but not through a Reshape. Values stay
-what they are, bit for bit.
+PyTorch's exporter writes all of these. They compute nothing, and at one token they cost a model more than its norms do:
+ONNX Runtime merges a Transpose into the MatMul behind it, but not through a Reshape. Values stay what they are, up to
+the order in which a product of another shape adds up.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from rmsnorm_deploy.export.grouped import share_heads
+from rmsnorm_deploy.export.nodes import is_op, producer, put_in_place
+from rmsnorm_deploy.export.projections import join_projections
 from rmsnorm_deploy.export.signs import move_signs
+from rmsnorm_deploy.export.slices import split_slices
+from rmsnorm_deploy.fusion.constants import Constants
 from rmsnorm_deploy.fusion.imports import infer_shapes
 from rmsnorm_deploy.fusion.meaning import Shape
 from rmsnorm_deploy.fusion.values import Shapes, shape_of
@@ -22,18 +27,25 @@ def straighten(model: ir.Model) -> None:
     Only for graphs whose dimension names can be relied on: two dimensions of one name have one size. That holds for
     this package's own traces; what a file from elsewhere claims about its inner values may be wrong.
     """
-    shapes = _inferred(model)
+    shapes, constants = _inferred(model), Constants()
     for node in list(model.graph):
-        if (node.domain, node.op_type) != ("", "Reshape") or node.outputs[0].is_graph_output():
+        if node.outputs and node.outputs[0].is_graph_output():
             continue
-        if not _skip_reshape(node, shapes):
+        if is_op(node, "Identity") and node.inputs[0] is not None:
+            ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
+        elif is_op(node, "Slice"):
+            _skip_slice(node, shapes, constants)
+        elif is_op(node, "Reshape") and not _skip(node, shapes):
             _swap_last_axes(node, shapes)
     move_signs(model.graph, shapes)
+    split_slices(model.graph, shapes)
+    share_heads(model.graph, shapes)
+    join_projections(model.graph, shapes)
     RemoveUnusedNodesPass()(model)
 
 
-def _skip_reshape(node: ir.Node, shapes: Shapes) -> bool:
-    """Let users of a Reshape to the shape that its input has take the input."""
+def _skip(node: ir.Node, shapes: Shapes) -> bool:
+    """Let users of a node whose input has the shape of its output take the input."""
     source = node.inputs[0]
     shape = _known(source, shapes)
     if source is None or shape is None or shape != _known(node.outputs[0], shapes):
@@ -42,10 +54,17 @@ def _skip_reshape(node: ir.Node, shapes: Shapes) -> bool:
     return True
 
 
+def _skip_slice(node: ir.Node, shapes: Shapes, constants: Constants) -> None:
+    """Skip a Slice that takes all there is, forwards."""
+    steps = constants.integers(node.inputs[4]) if len(node.inputs) > 4 else [1]
+    if steps is not None and set(steps) == {1}:
+        _skip(node, shapes)
+
+
 def _swap_last_axes(last: ir.Node, shapes: Shapes) -> bool:
     """One Transpose in place of Reshape (leading axes into one), Transpose, Reshape (leading axes apart again)."""
-    transpose = _producer(last, "Transpose")
-    first = _producer(transpose, "Reshape")
+    transpose = producer(last.inputs[0], "Transpose")
+    first = producer(transpose.inputs[0], "Reshape") if transpose is not None else None
     if transpose is None or first is None or list(transpose.attributes["perm"].as_ints()) != [0, 2, 1]:
         return False
     source, merged = first.inputs[0], first.outputs[0]
@@ -56,21 +75,12 @@ def _swap_last_axes(last: ir.Node, shapes: Shapes) -> bool:
         return False
     axes = list(range(len(before)))
     swap = ir.node("Transpose", [source], attributes={"perm": [*axes[:-2], axes[-1], axes[-2]]}, name=transpose.name)
-    swap.outputs[0].name, last.outputs[0].name = last.outputs[0].name, None
-    swap.outputs[0].type, swap.outputs[0].shape = last.outputs[0].type, last.outputs[0].shape
     swap.metadata_props.update(transpose.metadata_props)
     assert last.graph is not None
     last.graph.insert_before(last, swap)
     transpose.name = None
-    ir.convenience.replace_all_uses_with(last.outputs[0], swap.outputs[0])
+    put_in_place(last.outputs[0], swap.outputs[0])
     return True
-
-
-def _producer(node: ir.Node | None, op_type: str) -> ir.Node | None:
-    """The node before ``node``, where it is an ONNX ``op_type``."""
-    value = node.inputs[0] if node is not None else None
-    found = value.producer() if value is not None else None
-    return found if found is not None and (found.domain, found.op_type) == ("", op_type) else None
 
 
 def _known(value: ir.Value | None, shapes: Shapes) -> Shape | None:
@@ -87,6 +97,7 @@ def _inferred(model: ir.Model) -> dict[ir.Value, Shape]:
     copy = model.clone()
     infer_shapes(copy)
     pairs = [*zip(model.graph.inputs, copy.graph.inputs, strict=True)]
+    pairs += [(value, value) for value in model.graph.initializers.values()]
     for node, copied in zip(model.graph, copy.graph, strict=True):
         pairs += zip(node.outputs, copied.outputs, strict=True)
     return {value: shape for value, copied in pairs if (shape := shape_of(copied)) is not None}
