@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from rmsnorm_deploy.export.nodes import is_op, producer
+from rmsnorm_deploy.export.nodes import is_op, on_last_axis, producer
 from rmsnorm_deploy.fusion.meaning import Shape
 from rmsnorm_deploy.fusion.values import Shapes
 
@@ -121,7 +121,7 @@ def _until_product(scores: ir.Node) -> tuple[tuple[ir.Node, ...], ir.Node | None
         for node, index in value.uses():
             if is_op(node, "MatMul") and index == 0 and context in (None, node):
                 context = node
-            elif (is_op(node, *_ELEMENTWISE) or _is_softmax(node)) and node.graph is scores.graph:
+            elif _keeps_rows(node) and node.graph is scores.graph:
                 if node not in between:
                     between[node] = None
                     pending.extend(node.outputs)
@@ -130,9 +130,9 @@ def _until_product(scores: ir.Node) -> tuple[tuple[ir.Node, ...], ir.Node | None
     return tuple(between), context
 
 
-def _is_softmax(node: ir.Node) -> bool:
-    axis = node.attributes.get("axis")
-    return is_op(node, "Softmax") and (axis is None or axis.as_int() in (-1, 3))
+def _keeps_rows(node: ir.Node) -> bool:
+    """Whether each row of four axes' last one stays on its own."""
+    return is_op(node, *_ELEMENTWISE) or (is_op(node, "Softmax") and on_last_axis(node, 4))
 
 
 def _masks(nodes: tuple[ir.Node, ...], scores: ir.Node, queries: Shape, shapes: Shapes) -> Iterator[Read | None]:

@@ -15,7 +15,7 @@ from typing import Any
 import onnx_ir as ir
 
 from rmsnorm_deploy.export.attention import GroupedAttention, Operand, grouped_attention
-from rmsnorm_deploy.export.nodes import identity, is_op, typed_like
+from rmsnorm_deploy.export.nodes import identity, is_op, put_behind, typed_like
 from rmsnorm_deploy.export.sizes import Size, Sizes, times
 from rmsnorm_deploy.fusion.values import Shapes
 
@@ -48,8 +48,7 @@ def _share(
         node.replace_input_with(index, _for_each_head(graph, node.inputs[index], attention.each, shapes, masks))
     result = attention.context.outputs[0]
     apart = _seen_as(result, [batch, heads, seq, width], sizes)
-    graph.insert_after(attention.context, apart)
-    _follow(result, apart)
+    put_behind(graph, attention.context, apart)
     for node in (attention.scores, *attention.between, attention.context):
         node.outputs[0].shape = None  # what it was is true no more
 
@@ -66,18 +65,6 @@ def _seen_as(value: ir.Value, shape: list[Size], sizes: Sizes) -> ir.Node:
     reshape = ir.node("Reshape", [value, sizes.of(shape)], {"allowzero": 1})
     typed_like(value, reshape)
     return reshape
-
-
-def _follow(value: ir.Value, reshape: ir.Node) -> None:
-    """Let all others that read ``value`` read its Reshape, which takes its name."""
-    made = value.producer()
-    assert made is not None
-    reshape.metadata_props.update(made.metadata_props)
-    seen = reshape.outputs[0]
-    ir.convenience.replace_all_uses_with(value, seen)
-    reshape.replace_input_with(0, value)
-    seen.name, value.name = value.name, seen.name
-    seen.shape = value.shape
 
 
 def _for_each_head(

@@ -38,6 +38,28 @@ def put_in_place(old: ir.Value, new: ir.Value) -> None:
     ir.convenience.replace_all_uses_with(old, new)
 
 
+def put_behind(graph: ir.Graph, node: ir.Node, follower: ir.Node) -> None:
+    """Let all others that read what ``node`` makes read what ``follower``, a new node, makes of it, under its name."""
+    value, output = node.outputs[0], follower.outputs[0]
+    follower.metadata_props.update(node.metadata_props)
+    graph.insert_after(node, follower)
+    ir.convenience.replace_all_uses_with(value, output)
+    follower.replace_input_with(0, value)
+    output.name, value.name = value.name, output.name
+    output.type, output.shape = value.type, value.shape
+
+
+def on_last_axis(softmax: ir.Node, rank: int) -> bool:
+    """Whether a Softmax of ``rank`` axes works on the last one."""
+    axis = softmax.attributes.get("axis")
+    return axis is None or axis.as_int() in (-1, rank - 1)
+
+
+def place_of(value: ir.Value, node: ir.Node) -> int:
+    """Which input of ``node`` a value is."""
+    return next(index for index, read in enumerate(node.inputs) if read is value)
+
+
 def typed_like(value: ir.Value, node: ir.Node) -> None:
     """Say of a new node's outputs that they have the type of ``value``."""
     for output in node.outputs:
@@ -54,6 +76,6 @@ def identity(value: ir.Value) -> Any:
         return constant.dtype, tuple(constant.shape), constant.tobytes()
     node = value.producer()
     if node is None or node.domain != "" or node.op_type not in _MOVES:
-        return value
+        return id(value)  # as PyTorch's exporter leaves values, they can't be compared
     attributes = tuple(sorted((name, str(attribute.value)) for name, attribute in node.attributes.items()))
     return node.op_type, attributes, tuple(identity(each) if each is not None else None for each in node.inputs)

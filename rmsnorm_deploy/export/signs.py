@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from rmsnorm_deploy.export.nodes import identity
+from rmsnorm_deploy.export.nodes import identity, place_of
 from rmsnorm_deploy.fusion.meaning import Shape
 from rmsnorm_deploy.fusion.values import Shapes
 
@@ -74,7 +74,7 @@ def _sign_table(graph: ir.Graph, table: ir.Value, signs: Signs, shared: list[tup
         graph.insert_before(graph[0], [constant, signed])
     for own, concat in shared:
         (product,) = concat.outputs[0].consumers()
-        product.replace_input_with(product.inputs.index(own), signed.outputs[0])
+        product.replace_input_with(place_of(own, product), signed.outputs[0])
         for index, value in enumerate(concat.inputs):
             source = _negation(value)
             if source is not None:

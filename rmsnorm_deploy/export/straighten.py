@@ -11,10 +11,12 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from rmsnorm_deploy.export.grouped import share_heads
+from rmsnorm_deploy.export.guards import ask_masks
 from rmsnorm_deploy.export.nodes import is_op, producer, put_in_place
 from rmsnorm_deploy.export.projections import join_projections
 from rmsnorm_deploy.export.signs import move_signs
 from rmsnorm_deploy.export.slices import split_slices
+from rmsnorm_deploy.export.twins import join_twins
 from rmsnorm_deploy.fusion.constants import Constants
 from rmsnorm_deploy.fusion.imports import infer_shapes
 from rmsnorm_deploy.fusion.meaning import Shape
@@ -27,8 +29,16 @@ def straighten(model: ir.Model) -> None:
     Only for graphs whose dimension names can be relied on: two dimensions of one name have one size. That holds for
     this package's own traces; what a file from elsewhere claims about its inner values may be wrong.
     """
-    shapes, constants = _inferred(model), Constants()
-    for node in list(model.graph):
+    for steps in ((_skip_detours, move_signs, split_slices, ask_masks), (share_heads, join_projections), (join_twins,)):
+        shapes = _inferred(model)  # of what the steps before wrote, too
+        for step in steps:
+            step(model.graph, shapes)
+        RemoveUnusedNodesPass()(model)
+
+
+def _skip_detours(graph: ir.Graph, shapes: Shapes) -> None:
+    constants = Constants()
+    for node in list(graph):
         if node.outputs and node.outputs[0].is_graph_output():
             continue
         if is_op(node, "Identity") and node.inputs[0] is not None:
@@ -37,11 +47,6 @@ def straighten(model: ir.Model) -> None:
             _skip_slice(node, shapes, constants)
         elif is_op(node, "Reshape") and not _skip(node, shapes):
             _swap_last_axes(node, shapes)
-    move_signs(model.graph, shapes)
-    split_slices(model.graph, shapes)
-    share_heads(model.graph, shapes)
-    join_projections(model.graph, shapes)
-    RemoveUnusedNodesPass()(model)
 
 
 def _skip(node: ir.Node, shapes: Shapes) -> bool:
