@@ -46,6 +46,9 @@ def _parser() -> Parser:
         action="store_true",
         help="run ops that have no bfloat16 kernel in float32, in all contestants",
     )
+    parser.add_argument(
+        "--arena", action="store_true", help="leave weights in ONNX Runtime's memory arena, in all contestants"
+    )
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     return parser
 
@@ -66,8 +69,13 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"threads": options.threads, "results": results}, indent=1))
     else:
-        _print(results, f"{options.threads} threads{', bfloat16 widened' * options.widen_bfloat16}")
+        _print(results, _how(options))
     return EXIT_OK
+
+
+def _how(options: argparse.Namespace) -> str:
+    where = ", weights in its arena" * options.arena
+    return f"{options.threads} threads{', bfloat16 widened' * options.widen_bfloat16}{where}"
 
 
 def _torch_export(bundle: Any, folder: Path) -> Path:
@@ -102,6 +110,7 @@ def _openers(bundle: Any, stock: Path, feeds: dict[str, Any], options: argparse.
             threads=options.threads,
             library=library,
             widen_bfloat16=options.widen_bfloat16,
+            arena=options.arena,
         )
 
     path, library = bundle.model_path, find_library("ort")
