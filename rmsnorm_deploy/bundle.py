@@ -210,5 +210,7 @@ def _fill(program: torch.export.ExportedProgram, places: dict[str, dict[str, Any
         if file.parent != folder.resolve():
             raise InputError(f"{folder / PROGRAM_WEIGHTS} names a file outside the bundle: {place['file']}")
         bytes_ = np.memmap(file, np.uint8, "c", place["offset"], (place["length"],))
-        tensor = torch.from_numpy(bytes_).view(getattr(torch, place["dtype"])).view(place["shape"])
+        elements = torch.from_numpy(bytes_).view(getattr(torch, place["dtype"]))
+        strides = place.get("strides")  # which bundles of before stacked weights do not have
+        tensor = elements.view(place["shape"]) if strides is None else elements.as_strided(place["shape"], strides)
         program._state_dict[name] = torch.nn.Parameter(tensor, requires_grad=False)

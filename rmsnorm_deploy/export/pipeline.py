@@ -193,26 +193,26 @@ def _invalid(path: Path) -> str | None:
 
 
 def _places(traced: Traced, stored: dict[str, Stored]) -> dict[str, dict[str, Any]]:
-    """For the program's parameters whose bytes are in the data file, where they are: found by their memory."""
+    """For the program's parameters whose elements are in the data file, where they are: found by their memory."""
     assert traced.program is not None
-    by_address = {
-        tensor.data_ptr(): stored[name]
-        for name, tensor in traced.program.state_dict.items()
-        if name in stored and tensor.is_contiguous()
-    }
+    tensors = {name: tensor for name, tensor in traced.program.state_dict.items() if tensor.is_contiguous()}
+    by_memory = {_memory(tensor): stored[name] for name, tensor in tensors.items() if name in stored}
     return {
         name: {
             "file": DATA_FILE,
-            "offset": by_address[tensor.data_ptr()].offset,
-            "length": by_address[tensor.data_ptr()].length,
+            "offset": by_memory[_memory(tensor)].offset,
+            "length": by_memory[_memory(tensor)].length,
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": list(tensor.shape),
+            "strides": list(by_memory[_memory(tensor)].strides or tensor.stride()),
         }
-        for name, tensor in traced.program.state_dict.items()
-        if tensor.is_contiguous()
-        and tensor.data_ptr() in by_address
-        and by_address[tensor.data_ptr()].length == tensor.numel() * tensor.element_size()
+        for name, tensor in tensors.items()
+        if _memory(tensor) in by_memory
     }
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape)
 
 
 def _manifest(source: Source, options: Options, traced: Traced, fused: FusionResult) -> dict[str, Any]:

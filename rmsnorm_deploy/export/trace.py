@@ -28,6 +28,7 @@ from rmsnorm_deploy.export.outputs import with_plain_outputs
 from rmsnorm_deploy.export.own_ops import spell_out
 from rmsnorm_deploy.export.quiet import reason, silence
 from rmsnorm_deploy.export.scalars import restore_scalars
+from rmsnorm_deploy.export.stacked import stack_weights
 from rmsnorm_deploy.export.straighten import straighten
 from rmsnorm_deploy.export.traced import Traced
 from rmsnorm_deploy.export.weights import merge_tied
@@ -176,6 +177,7 @@ def _from_program(program: torch.export.ExportedProgram, source: Source, opset: 
     symbols = name_dims(traced, source)
     record_ranges(traced, program, symbols, source)
     straighten(model)
+    stack_weights(model.graph)
     traced.high = {**vocabularies(model), **source.high}
     return traced
 

@@ -19,14 +19,25 @@ _BLOCK = 16 << 20
 _ALIGN = 64  # the widest vector load; tensors of a page and more start on a page, so that they can be mapped
 _PAGE = 4096
 DATA_FILE = "model.onnx.data"
+PARTS = "rmsnorm_deploy.parts"  # in the meta of a stacked weight's value: of which ones it is made
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor's bytes are in the data file."""
+    """Where a tensor's elements are in the data file."""
 
     offset: int
-    length: int
+    length: int  # bytes from the first element to the last
+    strides: tuple[int, ...] | None = None  # in elements; None where they are one behind the other
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where in a stacked weight another one is: its columns, as that one's rows."""
+
+    name: str
+    column: int
+    rows: int
 
 
 def merge_tied(model: ir.Model) -> None:
@@ -58,9 +69,10 @@ def _identity(value: ir.Value) -> tuple[object, ...] | None:
 
 
 def write_weights(model: ir.Model, folder: Path) -> dict[str, Stored]:
-    """Move the weights of ``model`` to ``folder/model.onnx.data``; by initializer name, where each one is.
+    """Move the weights of ``model`` to ``folder/model.onnx.data``; by name, where each one is.
 
-    A model with few weights keeps them, and no file is written.
+    Those that a stacked weight is made of (`stacked`) are found in it, under their own names. A model with few weights
+    keeps them, and no file is written.
     """
     values = [v for graph in model.graphs() for v in graph.initializers.values() if v.const_value is not None]
     large = [v for v in values if v.const_value is not None and v.const_value.nbytes > INLINE_TENSOR]
@@ -72,8 +84,22 @@ def write_weights(model: ir.Model, folder: Path) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     with (folder / DATA_FILE).open("wb") as file:
         for value in large:
-            stored[value.name or ""] = _write_value(value, file, folder)
+            whole = stored[value.name or ""] = _write_value(value, file, folder)
+            stored.update(_parts(value, whole))
     return stored
+
+
+def _parts(value: ir.Value, whole: Stored) -> dict[str, Stored]:
+    """Where the weights are that a stacked one is made of."""
+    tensor = value.const_value
+    assert tensor is not None
+    found = {}
+    for part in value.meta.get(PARTS, ()):
+        depth, width = (int(size) for size in tensor.shape.numpy())
+        size = int(tensor.dtype.itemsize)
+        length = ((depth - 1) * width + part.rows) * size
+        found[part.name] = Stored(whole.offset + part.column * size, length, (1, width))
+    return found
 
 
 def _write_value(value: ir.Value, file: BinaryIO, folder: Path) -> Stored:
