@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from rmsnorm_deploy.export.nodes import producer
-from rmsnorm_deploy.export.weights import INLINE_TENSOR, PARTS, Part
+from rmsnorm_deploy.export.weights import INLINE_TENSOR, Part, describe
 
 
 def stack_weights(graph: ir.Graph) -> None:
@@ -58,10 +58,10 @@ def _stack(graph: ir.Graph, transpose: ir.Node, weights: list[ir.Value]) -> None
     def read() -> ir.TensorProtocol:
         return ir.tensor(np.concatenate([tensor.numpy().T for tensor in tensors], axis=1), dtype)
 
-    stacked = ir.Value(name=name, shape=shape, type=ir.TensorType(dtype))
-    stacked.const_value = ir.LazyTensor(read, dtype, shape, name=name)
     columns = [sum(rows[:index]) for index in range(len(rows))]
-    stacked.meta[PARTS] = [Part(w.name or "", c, r) for w, c, r in zip(weights, columns, rows, strict=True)]
+    parts = [Part(w.name or "", c, r) for w, c, r in zip(weights, columns, rows, strict=True)]
+    stacked = ir.Value(name=name, shape=shape, type=ir.TensorType(dtype))
+    stacked.const_value = ir.LazyTensor(read, dtype, shape, name=name, metadata_props=describe(parts))
     result = transpose.outputs[0]
     ir.convenience.replace_all_uses_with(result, stacked)
     concat = producer(transpose.inputs[0], "Concat")

@@ -6,6 +6,8 @@ storage, or the same bytes of the same file) are stored once.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -19,7 +21,7 @@ _BLOCK = 16 << 20
 _ALIGN = 64  # the widest vector load; tensors of a page and more start on a page, so that they can be mapped
 _PAGE = 4096
 DATA_FILE = "model.onnx.data"
-PARTS = "rmsnorm_deploy.parts"  # in the meta of a stacked weight's value: of which ones it is made
+PARTS = "rmsnorm_deploy.columns"  # in a stacked weight's metadata: the weights it is made of, and where they are
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,21 @@ class Stored:
 
 @dataclass(frozen=True)
 class Part:
-    """Where in a stacked weight another one is: its columns, as that one's rows."""
+    """Where in a stacked weight another one is: its columns are that one's rows."""
 
     name: str
     column: int
     rows: int
+
+
+def describe(parts: Iterable[Part]) -> dict[str, str]:
+    """What a stacked weight's tensor says of itself, in the file."""
+    return {PARTS: json.dumps([[part.name, part.column, part.rows] for part in parts])}
+
+
+def described(metadata: Mapping[str, str]) -> list[Part]:
+    """The weights that one is made of, by what its tensor says; none where it is itself."""
+    return [Part(*part) for part in json.loads(metadata.get(PARTS, "[]"))]
 
 
 def merge_tied(model: ir.Model) -> None:
@@ -94,7 +106,7 @@ def _parts(value: ir.Value, whole: Stored) -> dict[str, Stored]:
     tensor = value.const_value
     assert tensor is not None
     found = {}
-    for part in value.meta.get(PARTS, ()):
+    for part in described(tensor.metadata_props):
         depth, width = (int(size) for size in tensor.shape.numpy())
         size = int(tensor.dtype.itemsize)
         length = ((depth - 1) * width + part.rows) * size
@@ -121,6 +133,7 @@ def _write_value(value: ir.Value, file: BinaryIO, folder: Path) -> Stored:
         shape=ir.Shape(tensor.shape.numpy()),
         name=value.name or "",
         base_dir=folder,
+        metadata_props=dict(tensor.metadata_props),
     )
     return Stored(offset, tensor.nbytes)
 

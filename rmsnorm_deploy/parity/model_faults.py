@@ -50,7 +50,7 @@ def _another(part: str, index: int, other: str, other_index: int) -> Plant:
         target, source = patient.weight_of(part, index), patient.weight_of(other, other_index)
         if target == source:
             raise CannotPlantError("one layer only")
-        array = patient.array(source)
+        array = patient.matrix(source)
         return patient.change_weight(target, lambda old: array.reshape(old.shape))
 
     return plant
@@ -123,8 +123,7 @@ def _reads(part: str, build: Callable[[str, str], Nodes]) -> Plant:
     """What the product with one matrix reads goes through ``build`` first."""
 
     def plant(patient: Patient) -> str:
-        name = patient.weight_of(part)
-        node = patient.graph.users[name][0]
+        node = patient.graph.users[patient.weight_of(part).tensor][0]
         while node.op_type not in ("MatMul", "Gemm"):
             node = patient.graph.users[node.output[0]][0]
         patient.wrap(node, 0, build)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 
+from rmsnorm_deploy.export.weights import described
 from rmsnorm_deploy.opset import DOMAIN
 from rmsnorm_deploy.parity.extract import Graph, read_by
 from rmsnorm_deploy.parity.onnx_file import read_model
@@ -21,6 +23,20 @@ Nodes = list[onnx.NodeProto]
 
 class CannotPlantError(Exception):
     """The model has nothing that this fault could be planted in; the message says what it lacks."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight, on its own or as columns of a stacked one."""
+
+    name: str
+    tensor: str  # the initializer that holds it
+    column: int | None
+    rows: int
+
+    def of(self, array: Array) -> Array:
+        """The part of the initializer's array that is this weight, as a view."""
+        return array if self.column is None else array[:, self.column : self.column + self.rows].T
 
 
 class Patient:
@@ -71,17 +87,31 @@ class Patient:
         wide = array.astype(np.float32) if array.dtype in (np.float16, _BFLOAT16) else array
         node.input[place] = self.constant(name, _changed(name, array, change(wide).astype(array.dtype)))
 
-    def weight_of(self, part: str, index: int = 0) -> str:
-        """The name of a stored matrix whose name has ``part`` in it."""
-        found = [t.name for t in self.model.graph.initializer if part in t.name and len(t.dims) == 2]
+    def weight_of(self, part: str, index: int = 0) -> Matrix:
+        """A stored matrix whose name has ``part`` in it."""
+        found = [m for m in self._matrices() if part in m.name]
         if not found:
             raise CannotPlantError(f"no matrix called ...{part}...")
-        return str(found[min(index, len(found) - 1)])
+        return found[min(index, len(found) - 1)]
 
-    def change_weight(self, name: str, change: Callable[[Array], Array]) -> str:
+    def _matrices(self) -> Iterator[Matrix]:
+        for tensor in self.model.graph.initializer:
+            metadata = {entry.key: entry.value for entry in tensor.metadata_props}
+            parts = described(metadata)
+            yield from (Matrix(part.name, tensor.name, part.column, part.rows) for part in parts)
+            if not parts and len(tensor.dims) == 2:
+                yield Matrix(tensor.name, tensor.name, None, 0)
+
+    def matrix(self, matrix: Matrix) -> Array:
+        """Its elements, in the shape that it had before it was stacked."""
+        return matrix.of(self.array(matrix.tensor))
+
+    def change_weight(self, matrix: Matrix, change: Callable[[Array], Array]) -> str:
         """Let every node read a changed copy of a stored matrix; returns a value that follows from it."""
-        array = self.array(name)
-        fresh = self.constant(name, _changed(name, array, change(array.copy())))
+        name, array = matrix.tensor, self.array(matrix.tensor)
+        before = matrix.of(array)
+        matrix.of(array)[...] = _changed(matrix.name, before.copy(), change(before.copy()))
+        fresh = self.constant(name, array)
         reader = self.graph.users[name][0]
         for node in self.graph.users[name]:
             for place, read in enumerate(node.input):
