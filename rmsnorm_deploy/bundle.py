@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from rmsnorm_deploy.runtime.session import Session
 
-FORMAT = 1
+FORMAT = 2
+_READABLE = (1, FORMAT)  # 1 has each weight on its own, in rows
 MODEL = "model.onnx"
 REFERENCE = "reference.onnx"
 PROGRAM = "program.pt2"
@@ -95,7 +96,7 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{file} is damaged: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") not in _READABLE:
         found = manifest.get("format") if isinstance(manifest, dict) else None
         raise InputError(f"{folder} has bundle format {found}; this version reads {FORMAT}: export the model again")
     if not (folder / MODEL).is_file():

@@ -1,7 +1,8 @@
 """A token model's bundle against PyTorch's own opset-18 export of the same model, on ONNX Runtime, in one run.
 
 Interleaved medians at one token, 16, 128, and 4 sequences of 64. With the custom-op library too, where it is built, and
-with the norms left out altogether: the most that any norm could gain.
+with the norms left out altogether: the most that any norm could gain. Beside them, what it takes to read the weights
+once and do nothing with them: the most that anything could.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Opener = Callable[[], Call]
 
 SHAPES = ((1, 1), (1, 16), (1, 128), (4, 64))
 TORCH, STOCK, KERNELS = "PyTorch's export", "bundle, stock ONNX Runtime", "bundle, with the custom ops"
-WITHOUT = "bundle, without its norms"
+WITHOUT, READ = "bundle, without its norms", "reading the weights alone"
 BARS = {STOCK: (1.15, 1.03, 1.03, 1.03), KERNELS: (1.2, None, 1.05, None)}
 TORCH_OPSET = 18
 
@@ -119,7 +120,28 @@ def _openers(bundle: Any, stock: Path, feeds: dict[str, Any], options: argparse.
         STOCK: opener(path),
         **({KERNELS: opener(path, library=library)} if library is not None else {}),
         WITHOUT: opener(path, without_norms(path)),
+        READ: lambda: _reading(path, options.threads),
     }
+
+
+def _reading(path: Path, threads: int) -> Call:
+    """Adds up the weights of a model as whole numbers."""
+    import numpy as np
+    import torch
+
+    from rmsnorm_deploy.benchmark.contestants import Threads
+    from rmsnorm_deploy.export.weights import DATA_FILE
+
+    file = path.parent / DATA_FILE
+    if not file.is_file():
+        file = path
+    weights = torch.from_numpy(np.fromfile(file, np.int64, file.stat().st_size // 8))
+
+    def call() -> None:
+        with Threads(threads):
+            weights.sum()
+
+    return call
 
 
 def _time(openers: dict[str, Opener], shape: tuple[int, int], seconds: float) -> dict[str, Any]:
