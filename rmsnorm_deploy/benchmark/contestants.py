@@ -34,8 +34,8 @@ def onnxruntime_call(
 ) -> Call:
     """Runs serialized ``model``, whose external data are in ``folder``, on ``feeds``.
 
-    ``widen_bfloat16``: as a session's option of that name. ``arena``: leave weights in ONNX Runtime's arena, where it
-    puts them unless told otherwise, as the bundle's session does.
+    ``widen_bfloat16``: as a session's option of that name. ``arena``: leave weights in ONNX Runtime's arena, where it puts
+    them unless told otherwise, as the bundle's session does.
 
     Threads spin while a run lasts, as they do for a user, but not after it: they would take time from whoever is
     measured next.

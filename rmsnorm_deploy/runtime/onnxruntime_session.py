@@ -32,8 +32,8 @@ _WITH_WEIGHTS: weakref.WeakKeyDictionary[Any, Path] = weakref.WeakKeyDictionary(
 # What the names of the providers that run on NVIDIA's GPUs begin with.
 _ON_CUDA = ("CUDA", "Tensorrt", "NvTensorRT")
 
-# Each weight gets memory of its own. In the arena of ONNX Runtime's CPU provider, which grows in powers of two, weights
-# take a fifth more, and where they happen to lie costs a token up to an eighth of its time (docs/smollm2.md).
+# Each weight gets memory of its own. In the arena of ONNX Runtime's CPU provider, which grows in powers of two, they take
+# a fifth more, and where they happen to lie there costs a token up to an eighth of its time (docs/smollm2.md).
 WEIGHTS_APART = ("session.use_device_allocator_for_initializers", "1")
 
 OPTIMIZATION = {
