@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from rmsnorm_deploy.benchmark.timing import Call
 from rmsnorm_deploy.errors import BackendUnavailable, InputError
 from rmsnorm_deploy.parity.ulp import Array
-from rmsnorm_deploy.runtime.onnxruntime_session import WEIGHTS_APART
 from rmsnorm_deploy.runtime.optional import load_module, one_line
 from rmsnorm_deploy.runtime.tensors import DTYPES, dtype_name, ort_value, to_torch
 
@@ -30,12 +29,10 @@ def onnxruntime_call(
     threads: int,
     library: Path | None = None,
     widen_bfloat16: bool = False,
-    arena: bool = False,
 ) -> Call:
     """Runs serialized ``model``, whose external data are in ``folder``, on ``feeds``.
 
-    ``widen_bfloat16``: as a session's option of that name. ``arena``: leave weights in ONNX Runtime's arena, where it puts
-    them unless told otherwise, as the bundle's session does.
+    ``widen_bfloat16``: as a session's option of that name.
 
     Threads spin while a run lasts, as they do for a user, but not after it: they would take time from whoever is
     measured next.
@@ -50,8 +47,6 @@ def onnxruntime_call(
     options.log_severity_level = 4
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry(_FOLDER, str(folder))
-    if not arena:
-        options.add_session_config_entry(*WEIGHTS_APART)
     if library is not None:
         options.register_custom_ops_library(str(library))
     errors = _error_types(ort)

@@ -47,9 +47,6 @@ def _parser() -> Parser:
         action="store_true",
         help="run ops that have no bfloat16 kernel in float32, in all contestants",
     )
-    parser.add_argument(
-        "--arena", action="store_true", help="leave weights in ONNX Runtime's memory arena, in all contestants"
-    )
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     return parser
 
@@ -70,13 +67,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"threads": options.threads, "results": results}, indent=1))
     else:
-        _print(results, _how(options))
+        _print(results, f"{options.threads} threads{', bfloat16 widened' * options.widen_bfloat16}")
     return EXIT_OK
-
-
-def _how(options: argparse.Namespace) -> str:
-    where = ", weights in its arena" * options.arena
-    return f"{options.threads} threads{', bfloat16 widened' * options.widen_bfloat16}{where}"
 
 
 def _torch_export(bundle: Any, folder: Path) -> Path:
@@ -111,7 +103,6 @@ def _openers(bundle: Any, stock: Path, feeds: dict[str, Any], options: argparse.
             threads=options.threads,
             library=library,
             widen_bfloat16=options.widen_bfloat16,
-            arena=options.arena,
         )
 
     path, library = bundle.model_path, find_library("ort")

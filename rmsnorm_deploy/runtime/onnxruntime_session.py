@@ -32,10 +32,6 @@ _WITH_WEIGHTS: weakref.WeakKeyDictionary[Any, Path] = weakref.WeakKeyDictionary(
 # What the names of the providers that run on NVIDIA's GPUs begin with.
 _ON_CUDA = ("CUDA", "Tensorrt", "NvTensorRT")
 
-# Each weight gets memory of its own. In the arena of ONNX Runtime's CPU provider, which grows in powers of two, they take
-# a fifth more, and where they happen to lie there costs a token up to an eighth of its time (docs/smollm2.md).
-WEIGHTS_APART = ("session.use_device_allocator_for_initializers", "1")
-
 OPTIMIZATION = {
     "all": "ORT_ENABLE_ALL",
     "extended": "ORT_ENABLE_EXTENDED",
@@ -50,8 +46,7 @@ class OnnxRuntimeSession(Session):
     Options:
         providers: execution providers, by name or (name, options), in order; the CPU's alone when None. Those that come
             in a package of their own, such as TensorRT-RTX's, are registered with ONNX Runtime.
-        session_options: an `onnxruntime.SessionOptions` to start from, in place of our own, which keep weights on the
-            CPU out of the memory arena.
+        session_options: an `onnxruntime.SessionOptions` to start from.
         optimization: "all", "extended", "basic" or "disabled"; None is "all", or what ``session_options`` say.
         threads: threads within an op.
         custom_ops: "auto" registers our compiled ops where they are built and load; True insists; False does without.
@@ -156,8 +151,6 @@ class OnnxRuntimeSession(Session):
         if options is None:
             options = ort.SessionOptions()
             options.log_severity_level = 4  # what it logs as errors arrives as exceptions too
-            if not any(name.startswith(_ON_CUDA) for name, _ in self._providers):
-                options.add_session_config_entry(*WEIGHTS_APART)
         if optimization is not None:
             if optimization not in OPTIMIZATION:
                 raise InputError(f"optimization {optimization!r} is not one of {', '.join(OPTIMIZATION)}")
