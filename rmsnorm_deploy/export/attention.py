@@ -49,7 +49,7 @@ def grouped_attention(scores: ir.Node, shapes: Shapes) -> GroupedAttention | Non
     keys, *numbers = _repeated(scores, shapes)
     queries = _operand(scores, 0, _SCALINGS, shapes)
     between, context = _until_product(scores)
-    if keys is None or queries is None or context is None or context.outputs[0].is_graph_output():
+    if keys is None or queries is None or context is None:
         return None
     values, *others = _repeated(context, shapes)
     groups, each = numbers

@@ -13,6 +13,7 @@ stays one, as in PyTorch.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,8 @@ from rmsnorm_deploy.export.nodes import (
 from rmsnorm_deploy.fusion.constants import Constants
 from rmsnorm_deploy.fusion.values import Shapes
 from rmsnorm_deploy.opset import FLOAT_TYPES
+
+_ATTENTION = re.compile(r"target=torch\.ops\.aten\._?scaled_dot_product")  # of the call that a node was written for
 
 
 @dataclass(frozen=True)
@@ -68,26 +71,30 @@ def ask_masks(graph: ir.Graph, shapes: Shapes) -> None:
 
 def _guard(where: ir.Node, shapes: Shapes, constants: Constants) -> _Guard | None:
     """The attention that ``where`` guards, if that is all that it does."""
+    if not _is_pytorchs(where):
+        return None
     isnan, softmax = producer(where.inputs[0], "IsNaN"), producer(where.inputs[2], "Softmax")
     context = only_user(where.outputs[0], "MatMul")
     add = producer(softmax.inputs[0], "Add") if softmax is not None else None
     if isnan is None or softmax is None or add is None or context is None:
         return None
-    value, result = softmax.outputs[0], context.outputs[0]
+    value, rank = softmax.outputs[0], len(shapes.get(context.outputs[0], ()))
     if isnan.inputs[0] is not value or len(value.uses()) != 2 or len(isnan.outputs[0].uses()) != 1:
         return None
-    rank = len(shapes.get(result, ()))
-    if (
-        context.inputs[0] is not where.outputs[0]
-        or result.is_graph_output()
-        or rank < 2
-        or not on_last_axis(softmax, rank)
-    ):
+    if context.inputs[0] is not where.outputs[0] or rank < 2 or not on_last_axis(softmax, rank):
         return None
     masks = [mask for mask in add.inputs if mask is not None and _hides(mask, constants)]
     if len(masks) != 1 or constants.scalar(where.inputs[1]) != 0 or len(add.outputs[0].uses()) != 1:
         return None
-    return _Guard(masks[0], add, softmax, context) if len(shapes.get(masks[0], ())) == rank else None
+    return _Guard(masks[0], add, softmax, context) if 0 < len(shapes.get(masks[0], ())) <= rank else None
+
+
+def _is_pytorchs(node: ir.Node) -> bool:
+    """Whether the exporter wrote a node for PyTorch's own attention.
+
+    A model's own guard means what it says: a row that the least number of the dtype hides has the mean of all values.
+    """
+    return _ATTENTION.search(str(node.meta.get("pkg.torch.onnx.fx_node"))) is not None
 
 
 def _hides(mask: ir.Value, constants: Constants) -> bool:

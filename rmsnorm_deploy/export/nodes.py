@@ -32,10 +32,10 @@ def only_user(value: ir.Value, op_type: str) -> ir.Node | None:
 
 
 def put_in_place(old: ir.Value, new: ir.Value) -> None:
-    """Let all who read ``old``, which is no output of the graph, read ``new``, under the name of ``old``."""
+    """Let all who read ``old`` read ``new``, under the name of ``old``, which the graph may return."""
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     new.name, old.name = old.name, None
     new.type, new.shape = old.type, old.shape
-    ir.convenience.replace_all_uses_with(old, new)
 
 
 def put_behind(graph: ir.Graph, node: ir.Node, follower: ir.Node) -> None:
@@ -43,7 +43,7 @@ def put_behind(graph: ir.Graph, node: ir.Node, follower: ir.Node) -> None:
     value, output = node.outputs[0], follower.outputs[0]
     follower.metadata_props.update(node.metadata_props)
     graph.insert_after(node, follower)
-    ir.convenience.replace_all_uses_with(value, output)
+    ir.convenience.replace_all_uses_with(value, output, replace_graph_outputs=True)
     follower.replace_input_with(0, value)
     output.name, value.name = value.name, output.name
     output.type, output.shape = value.type, value.shape

@@ -59,8 +59,6 @@ def _projection(product: ir.Node, shapes: Shapes) -> _Projection | None:
     transpose = only_user(reshape.outputs[0], "Transpose") if reshape is not None else None
     if reshape is None or transpose is None or list(transpose.attributes["perm"].as_ints()) != _HEADS_FIRST:
         return None
-    if transpose.outputs[0].is_graph_output():
-        return None
     flat, apart = shapes.get(last, ()), shapes.get(reshape.outputs[0], ())
     heads, size = apart[-2:] if len(apart) == 4 else (None, None)
     if len(flat) != 3 or flat[:2] != apart[:2] or not isinstance(heads, int) or not isinstance(size, int):

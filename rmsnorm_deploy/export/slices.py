@@ -22,7 +22,7 @@ def split_slices(graph: ir.Graph, shapes: Shapes) -> None:
     found: dict[tuple[ir.Value, int], list[Part]] = defaultdict(list)
     for node in graph:
         taken = _taken(node, shapes, constants) if is_op(node, "Slice") else None
-        if taken is not None and node.inputs[0] is not None and not node.outputs[0].is_graph_output():
+        if taken is not None and node.inputs[0] is not None:
             axis, start, end = taken
             found[node.inputs[0], axis].append((start, end, node))
     for (source, axis), parts in found.items():
@@ -30,7 +30,7 @@ def split_slices(graph: ir.Graph, shapes: Shapes) -> None:
         parts = sorted(parts, key=lambda part: part[:2])
         edges = [start for start, _, _ in parts] + [shapes[source][axis]]
         if len(parts) > 1 and edges[0] == 0 and edges[1:] == [end for _, end, _ in parts] and all(_sizes(parts)):
-            _split(graph, source, axis, parts, first)
+            _split(graph, axis, parts, first)
 
 
 def _taken(node: ir.Node, shapes: Shapes, constants: Constants) -> tuple[int, int, int] | None:
@@ -56,7 +56,9 @@ def _sizes(parts: list[Part]) -> list[int]:
     return [end - start for start, end, _ in parts]
 
 
-def _split(graph: ir.Graph, source: ir.Value, axis: int, parts: list[Part], before: ir.Node) -> None:
+def _split(graph: ir.Graph, axis: int, parts: list[Part], before: ir.Node) -> None:
+    source = before.inputs[0]  # now: it may have been a Slice of another that has become a Split
+    assert source is not None
     sizes = ir.node("Constant", [], {"value": ir.tensor(_sizes(parts), ir.DataType.INT64)})
     split = ir.node("Split", [source, sizes.outputs[0]], {"axis": axis}, num_outputs=len(parts))
     split.metadata_props.update(before.metadata_props)

@@ -34,6 +34,7 @@ def straighten(model: ir.Model) -> None:
         for step in steps:
             step(model.graph, shapes)
         RemoveUnusedNodesPass()(model)
+    model.graph.sort()  # what is done to queries and keys at once needs both, and stands where one of them was made
 
 
 def _skip_detours(graph: ir.Graph, shapes: Shapes) -> None:

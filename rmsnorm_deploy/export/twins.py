@@ -51,6 +51,8 @@ def join_twins(graph: ir.Graph, shapes: Shapes) -> None:
     for split in list(graph):
         if not is_op(split, "Split") or split.attributes.get_int("axis", 0) != _HEADS or len(split.inputs) != 2:
             continue
+        if len(shapes.get(split.outputs[0], ())) != 4:
+            continue
         sizes = constants.integers(split.inputs[1])
         for index, (first, second) in enumerate(pairwise(split.outputs)):
             twins = _twins(first, second, shapes)

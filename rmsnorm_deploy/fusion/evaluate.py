@@ -58,6 +58,8 @@ def evaluate(node: ir.Node, inputs: Inputs, *, lifted: bool) -> Array:
     if node.op_type in _CASTS:
         return _cast(node, inputs, lifted)
     present = [array for array in inputs if array is not None]
+    if lifted and node.op_type not in _MOVES and any(_has_unknown(array) for array in present):
+        raise CannotEvaluateError(f"{node.op_type} of an unknown dimension")
     rounded_to = next((a.dtype for a in present if is_float(a)), None)
     if node.op_type in _TYPED_BY_SCALE:
         rounded_to = present[1].dtype
@@ -74,6 +76,10 @@ def evaluate(node: ir.Node, inputs: Inputs, *, lifted: bool) -> Array:
         with np.errstate(over="ignore"):
             return result.astype(rounded_to)
     return result
+
+
+def _has_unknown(array: Array) -> bool:
+    return array.dtype == np.int64 and bool(np.any(array == UNKNOWN))
 
 
 def _lift(array: Array | None) -> Array | None:
@@ -107,6 +113,8 @@ def _cast(node: ir.Node, inputs: Inputs, lifted: bool) -> Array:
     floating = np.dtype(target) in _HALVES or np.issubdtype(target, np.floating)
     if lifted and floating:
         target = np.float64
+    if lifted and np.dtype(target) != x.dtype and _has_unknown(x):
+        raise CannotEvaluateError("another type of an unknown dimension")
     with np.errstate(all="ignore"):
         return x.astype(target)
 
@@ -123,13 +131,7 @@ def _optional(inputs: Inputs, index: int) -> Array | None:
 
 
 def _binary(function: Callable[[Array, Array], Array]) -> Callable[[ir.Node, Inputs], Array]:
-    def run(node: ir.Node, inputs: Inputs) -> Array:
-        a, b = _need(inputs, 0), _need(inputs, 1)
-        if not is_float(a) and (np.any(a == UNKNOWN) or np.any(b == UNKNOWN)):
-            raise CannotEvaluateError("arithmetic on an unknown dimension")
-        return function(a, b)
-
-    return run
+    return lambda node, inputs: function(_need(inputs, 0), _need(inputs, 1))
 
 
 def _unary(function: Callable[[Array], Array]) -> Callable[[ir.Node, Inputs], Array]:
@@ -304,6 +306,9 @@ def _rms_normalization(node: ir.Node, inputs: Inputs) -> Array:
 
 
 _CASTS = ("Cast", "CastLike")
+_MOVES = frozenset(  # what these give of a dimension is the dimension, known or not
+    ("Concat", "Expand", "Gather", "Identity", "Reshape", "Shape", "Size", "Slice", "Squeeze", "Transpose", "Unsqueeze")
+)
 _TYPED_BY_SCALE = ("RMSNormalization", "SimplifiedLayerNormalization")
 _TABLE: dict[str, Callable[[ir.Node, Inputs], Array]] = {
     "Cast": _unary(np.asarray),
