@@ -51,7 +51,7 @@ def column(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Any:
 def test_keys_of_groups_are_not_repeated(attend: Any, groups: int, tmp_path: Path) -> None:
     model = Attention(attend, groups=groups)
     bundle, ops = export(model, EXAMPLE, tmp_path)
-    assert ops["Expand"] == 0
+    assert ops["Repeat"] == 0
     assert ops["MatMul"] == 4  # one for queries, keys and values
     # PyTorch's own export of repeat_interleave and enable_gqa can't do without a row
     shapes = SHAPES if attend not in (interleaved, built_in) else SHAPES[:4]
@@ -162,7 +162,7 @@ def test_layers_ask_a_mask_of_padding_once(left: bool, tmp_path: Path) -> None:
 
     model = Layers()
     bundle, ops = export(model, call(2, 6), tmp_path)
-    assert (ops["IsNaN"], ops["ReduceMax"], ops["Expand"]) == (0, 1, 0)
+    assert (ops["IsNaN"], ops["ReduceMax"], ops["Repeat"]) == (0, 1, 0)
     same(bundle, model, [call(*shape) for shape in SHAPES])
 
 
@@ -223,7 +223,7 @@ def test_rotations_of_any_spelling_keep_their_values(attend: Any, tmp_path: Path
 def test_queries_and_keys_are_rotated_in_one(tmp_path: Path) -> None:
     model = Attention(plain, bias=True)
     bundle, ops = export(model, EXAMPLE, tmp_path)
-    assert ops["Slice"] == ops["Neg"] == ops["Expand"] == 0
+    assert ops["Slice"] == ops["Neg"] == ops["Repeat"] == 0
     # weights, biases, angles, one rotation; the others are shapes
     rotations = [
         node
@@ -348,7 +348,7 @@ def test_projections_that_differ_are_joined_only_with_their_like(tmp_path: Path)
 def test_sizes_that_are_fixed_are_numbers(dims: dict[str, Any], tmp_path: Path) -> None:
     model = Attention(plain)
     bundle, ops = export(model, EXAMPLE, tmp_path, dynamic_shapes=dims)
-    assert ops["Expand"] == 0
+    assert ops["Repeat"] == 0
     free = set(dims["x"])
     same(bundle, model, [rows(*(7 if axis in free else size for axis, size in enumerate((2, 5)))), EXAMPLE])
 
@@ -357,7 +357,7 @@ def test_half_types_are_straightened_alike(tmp_path: Path) -> None:
     model = Attention(plain, bias=True)
     call = (*EXAMPLE, mask("b1qk", 2, 5))
     single, half, brain = (export(model, call, tmp_path, precision=p)[1] for p in ("fp32", "fp16", "bf16"))
-    for op in ("MatMul", "Split", "Expand", "IsNaN", "Slice", "Transpose", "Softmax"):
+    for op in ("MatMul", "Split", "Repeat", "IsNaN", "Slice", "Transpose", "Softmax"):
         assert single[op] == half[op] == brain[op]
     bundle, _ = export(model, call, tmp_path, precision="fp16")
     inputs = [(x.half(), seen) for shape in SHAPES[:4] for (x,), seen in [(rows(*shape), mask("b1qk", *shape))]]
@@ -373,5 +373,5 @@ def test_masks_of_minus_infinity_stay_as_they_are(tmp_path: Path) -> None:
         return (*rows(batch, seq), torch.where(seen, 0.0, -math.inf))
 
     bundle, ops = export(model, call(2, 5), tmp_path)
-    assert ops["Expand"] == 0
+    assert ops["Repeat"] == 0
     same(bundle, model, [call(*shape) for shape in SHAPES])

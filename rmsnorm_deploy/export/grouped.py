@@ -42,8 +42,12 @@ def _share(
     stacked = _seen_as(attention.queries.source, [batch, attention.groups, times(attention.each, seq), size], sizes)
     graph.insert_before(attention.queries.path[0][0], stacked)
     _reroute(attention.queries, stacked.outputs[0])
-    _reroute(attention.keys, attention.keys.source)
-    _reroute(attention.values, attention.values.source)
+    for operand in (attention.keys, attention.values):
+        node, index = operand.path[0]
+        repeated = node.inputs[index]
+        _reroute(operand, operand.source)
+        if repeated is not None:
+            _ask_inputs(repeated, shapes, sizes)
     for node, index in attention.masks:
         node.replace_input_with(index, _for_each_head(graph, node.inputs[index], attention.each, shapes, masks))
     result = attention.context.outputs[0]
@@ -59,6 +63,16 @@ def _reroute(operand: Operand, source: ir.Value) -> None:
     first.replace_input_with(index, source)
     for node, _ in operand.path[:-1]:
         node.outputs[0].shape = None
+
+
+def _ask_inputs(value: ir.Value, shapes: Shapes, sizes: Sizes) -> None:
+    """Let what reads no more of ``value`` than its shape, as a causal mask does, read the sizes of inputs."""
+    for node in list(value.consumers()):
+        if is_op(node, "Shape") and not node.outputs[0].is_graph_output():
+            dims = shapes[value][node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]
+            known = [dim for dim in dims if dim is not None and sizes.has(dim)]
+            if len(known) == len(dims):
+                ir.convenience.replace_all_uses_with(node.outputs[0], sizes.of(known))
 
 
 def _seen_as(value: ir.Value, shape: list[Size], sizes: Sizes) -> ir.Node:
