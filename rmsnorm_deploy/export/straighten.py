@@ -12,7 +12,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from rmsnorm_deploy.export.grouped import share_heads
 from rmsnorm_deploy.export.guards import ask_masks
-from rmsnorm_deploy.export.nodes import is_op, producer, put_in_place
+from rmsnorm_deploy.export.nodes import is_op, producer, put_in_place, typed_like
 from rmsnorm_deploy.export.projections import join_projections
 from rmsnorm_deploy.export.signs import move_signs
 from rmsnorm_deploy.export.slices import split_slices
@@ -44,10 +44,30 @@ def _skip_detours(graph: ir.Graph, shapes: Shapes) -> None:
             continue
         if is_op(node, "Identity") and node.inputs[0] is not None:
             ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
+        elif is_op(node, "CastLike"):
+            _name_type(node)
         elif is_op(node, "Slice"):
             _skip_slice(node, shapes, constants)
         elif is_op(node, "Reshape") and not _skip(node, shapes):
             _swap_last_axes(node, shapes)
+
+
+def _name_type(node: ir.Node) -> None:
+    """A Cast in place of a CastLike, which reads a whole value for its type; nothing, where that is the type it has."""
+    source, like = node.inputs
+    if source is None or like is None or like.dtype is None:
+        return
+    if source.dtype == like.dtype:
+        ir.convenience.replace_all_uses_with(node.outputs[0], source)
+        return
+    cast = ir.node("Cast", [source], attributes={"to": like.dtype}, name=node.name)
+    cast.metadata_props.update(node.metadata_props)
+    assert node.graph is not None
+    node.graph.insert_before(node, cast)
+    node.name = None
+    typed_like(like, cast)
+    put_in_place(node.outputs[0], cast.outputs[0])
+    cast.outputs[0].dtype = like.dtype
 
 
 def _skip(node: ir.Node, shapes: Shapes) -> bool:
