@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <thread>
 
 #if defined(RMSNORM_CPU_X86)
 #include <cpuid.h>
@@ -121,30 +122,44 @@ struct Block {
 struct Job {
   Call call;
   Functions functions;
-  int64_t chunk;
-
-  static void chunk_task(void* arg, size_t index) {
-    const Job& job = *static_cast<const Job*>(arg);
-    const int64_t begin = static_cast<int64_t>(index) * job.chunk;
-    const int64_t left = job.call.args->rows - begin;
-    job.functions.rows(job.call, begin, begin + (left < job.chunk ? left : job.chunk));
-  }
 };
 
-// A piece of work should take longer than handing it to another thread: some microseconds, at a cache's bandwidth.
-constexpr int64_t kGrainBytes = int64_t{64} << 10;
-constexpr int64_t kMostChunks = 64;
+// ---- rows dealt out to threads
 
-// Rows in one piece of work; all of them where splitting does not pay.
-int64_t chunk_rows(const rmsnorm_args& args, const rmsnorm_parallel* parallel) {
-  if (!parallel || !parallel->parallel_for || parallel->threads == 1) return args.rows;
-  const int64_t least = kGrainBytes / row_bytes(args) + 1;
-  if (args.rows < 2 * least) return args.rows > 1 && row_bytes(args) > kGrainBytes ? 1 : args.rows;
-  const int64_t most =
-      parallel->threads > 1 && parallel->threads * 4 < kMostChunks ? parallel->threads * 4 : kMostChunks;
-  const int64_t even = (args.rows + most - 1) / most;
-  return even > least ? even : least;
+// Fewer bytes are not worth waking a thread for: some microseconds, at a cache's bandwidth.
+constexpr int64_t kShareBytes = int64_t{128} << 10;
+// Rows of so many bytes at least are taken at a time.
+constexpr int64_t kTakeBytes = int64_t{16} << 10;
+
+// How many threads may come. A caller who does not know has no more than this machine.
+int64_t threads_of(const rmsnorm_parallel* parallel) {
+  if (!parallel || !parallel->parallel_for) return 1;
+  if (parallel->threads > 0) return parallel->threads;
+  static const int64_t here = std::thread::hardware_concurrency();
+  return here > 0 ? here : kMostParts;
 }
+
+struct DealtJob {
+  const Job* job;
+  Deal deal;
+
+  DealtJob(const Job& of, int64_t threads) : job(&of) {
+    const int64_t rows = of.call.args->rows;
+    deal.least = kTakeBytes / row_bytes(*of.call.args) + 1;
+    const int64_t pieces = (rows + deal.least - 1) / deal.least;
+    const int64_t most = threads < kMostParts ? threads : kMostParts;
+    deal.parts = pieces < most ? pieces : most;
+    for (int64_t i = 0; i < deal.parts; i++) {
+      deal.part[i].next = i == 0 ? 0 : deal.part[i - 1].end;
+      deal.part[i].end = rows * (i + 1) / deal.parts;
+    }
+  }
+
+  static void task(void* arg, size_t part) {
+    DealtJob& self = *static_cast<DealtJob*>(arg);
+    self.job->functions.rows(self.job->call, self.deal, static_cast<int64_t>(part));
+  }
+};
 
 // ---- rows so long that threads share each
 
@@ -154,9 +169,7 @@ constexpr int64_t kSpansAtOnce = 512;
 constexpr int64_t kPieces = 16;
 
 bool should_share_rows(const rmsnorm_args& args, const Functions& functions, const rmsnorm_parallel* parallel) {
-  if (!parallel || !parallel->parallel_for || parallel->threads == 1 || !functions.squares) return false;
-  const int64_t threads = parallel->threads > 0 ? parallel->threads : 4;
-  return args.rows < threads && row_bytes(args) >= kLongBytes;
+  return functions.squares && args.rows < threads_of(parallel) && row_bytes(args) >= kLongBytes;
 }
 
 // A row in pieces of whole spans, a piece a task.
@@ -208,12 +221,14 @@ void run_job(const Job& job, const rmsnorm_parallel* parallel) {
     SharedRow shared;
     shared.job = &job;
     for (shared.row = 0; shared.row < args.rows; shared.row++) shared.run(*parallel);
-  } else if (job.chunk >= args.rows) {
-    job.functions.rows(job.call, 0, args.rows);
-  } else {
-    const int64_t chunks = (args.rows + job.chunk - 1) / job.chunk;
-    parallel->parallel_for(parallel->pool, Job::chunk_task, const_cast<Job*>(&job), static_cast<size_t>(chunks));
+    return;
   }
+  const bool alone = args.rows < kShareBytes / row_bytes(args) + 1;
+  DealtJob dealt(job, alone ? 1 : threads_of(parallel));
+  if (dealt.deal.parts == 1)
+    DealtJob::task(&dealt, 0);
+  else
+    parallel->parallel_for(parallel->pool, DealtJob::task, &dealt, static_cast<size_t>(dealt.deal.parts));
 }
 
 }  // namespace
@@ -230,7 +245,7 @@ extern "C" rmsnorm_status rmsnorm_cpu(const rmsnorm_args* args, const rmsnorm_pa
   const int32_t dtype = args->scale || args->bias ? args->param_dtype : args->x_dtype;
   Block scale_block;
   Block bias_block;
-  Job job = {{args, args->scale, args->bias, 1, 1}, functions, chunk_rows(*args, parallel)};
+  Job job = {{args, args->scale, args->bias, 1, 1}, functions};
   if (!args->scale || args->scale_count != args->width) {
     if (args->scale)
       scale_block.fill(args->scale, size_of(dtype));

@@ -33,9 +33,24 @@ struct Call {
 // hundred additions however wide the row is, and threads that share a row get what one of them would.
 constexpr int64_t kSpan = 8192;
 
+// The rows of a call, dealt out in parts: a task begins with its own, so that the next call finds its rows in the same
+// core's cache, and then helps with those of others.
+constexpr int64_t kMostParts = 64;
+
+struct Part {
+  alignas(64) int64_t next;  // the first row that nobody has taken; all tasks change it
+  int64_t end;
+};
+
+struct Deal {
+  int64_t parts;
+  int64_t least;  // how many rows to take at a time, where there are so many
+  Part part[kMostParts];
+};
+
 struct Functions {
-  // Rows begin .. end - 1; nullptr where an instruction set has no function for the call.
-  void (*rows)(const Call& call, int64_t begin, int64_t end);
+  // The rows of a part, and what is left of the others; nullptr where an instruction set has no function for the call.
+  void (*rows)(const Call& call, Deal& deal, int64_t part);
   // For a row done by several threads, by columns from .. end - 1, with `from` a multiple of kSpan: their sum of
   // squares, which is the row's where it is added up span by span, and then what is written. nullptr where that is not
   // to be had.

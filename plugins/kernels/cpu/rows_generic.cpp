@@ -33,7 +33,12 @@ struct Narrowed {
     return has_bias ? product + static_cast<float>(bias) : product;
   }
 
-  static void run(const Call& call, int64_t begin, int64_t end) {
+  static void run(const Call& call, Deal& deal, int64_t part) {
+    Taker taker(deal, part);
+    while (taker.take()) run_rows(call, taker.begin, taker.end);
+  }
+
+  static void run_rows(const Call& call, int64_t begin, int64_t end) {
     const rmsnorm_args& args = *call.args;
     const double* scale = static_cast<const double*>(call.scale);
     const double* bias = static_cast<const double*>(call.bias);

@@ -168,6 +168,33 @@ struct Formula<V, T, U, Y, kAfter, kBias, true> {
 
 // ---- rows
 
+// Takes rows from a deal, an eighth of what a part has left at a time: large pieces at first, small ones at the end,
+// when threads wait for the last of them.
+struct Taker {
+  Deal* deal;
+  int64_t part;
+  int64_t parts_left;
+  int64_t begin;
+  int64_t end;
+
+  Taker(Deal& of, int64_t first) : deal(&of), part(first), parts_left(of.parts), begin(0), end(0) {}
+
+  // Whether there are any more; those from begin on.
+  bool take() {
+    for (; parts_left > 0; parts_left--, part = part + 1 < deal->parts ? part + 1 : 0) {
+      Part& from = deal->part[part];
+      begin = __atomic_load_n(&from.next, __ATOMIC_RELAXED);
+      while (begin < from.end) {
+        const int64_t left = from.end - begin;
+        const int64_t some = left / 8 > deal->least ? left / 8 : deal->least;
+        end = some < left ? begin + some : from.end;
+        if (__atomic_compare_exchange_n(&from.next, &begin, end, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return true;
+      }
+    }
+    return false;
+  }
+};
+
 template <class V, class T, class U, class Y, bool kAfter, bool kSkip, bool kBias, bool kStream>
 struct Rows {
   static constexpr int64_t kLanes = V::kLanes;
@@ -396,20 +423,25 @@ struct Rows {
     return formula;
   }
 
-  static void run(const Call& call, int64_t begin, int64_t end) {
+  static void run(const Call& call, Deal& deal, int64_t part) {
     const int64_t width = call.args->width;
+    Taker taker(deal, part);
     if (kWiden && width > kTile) {
-      for (int64_t at = begin; at < end; at++) {
-        const Row row = row_at(call, at);
-        write_tiles(call, row, formula_for(call, squares(row, 0, width)), 0, width);
+      while (taker.take()) {
+        for (int64_t at = taker.begin; at < taker.end; at++) {
+          const Row row = row_at(call, at);
+          write_tiles(call, row, formula_for(call, squares(row, 0, width)), 0, width);
+        }
       }
-    } else {
+    } else if (taker.take()) {
       Space space;
       const Params<Param> params = params_at(call, 0, width, &space);
-      for (int64_t at = begin; at < end; at++) {
-        const Row row = row_at(call, at);
-        write(row, formula_for(call, squares(row, 0, width)), params, width);
-      }
+      do {
+        for (int64_t at = taker.begin; at < taker.end; at++) {
+          const Row row = row_at(call, at);
+          write(row, formula_for(call, squares(row, 0, width)), params, width);
+        }
+      } while (taker.take());
     }
     if (kStream) V::fence();
   }
