@@ -130,6 +130,8 @@ struct Job {
 constexpr int64_t kShareBytes = int64_t{128} << 10;
 // Rows of so many bytes at least are taken at a time.
 constexpr int64_t kTakeBytes = int64_t{16} << 10;
+// Rows of fewer bytes are not worth bringing them from another core's cache, and back with the next call.
+constexpr int64_t kHelpBytes = int64_t{64} << 10;
 
 // How many threads may come. A caller who does not know has no more than this machine.
 int64_t threads_of(const rmsnorm_parallel* parallel) {
@@ -146,6 +148,7 @@ struct DealtJob {
   DealtJob(const Job& of, int64_t threads) : job(&of) {
     const int64_t rows = of.call.args->rows;
     deal.least = kTakeBytes / row_bytes(*of.call.args) + 1;
+    deal.worth = kHelpBytes / row_bytes(*of.call.args) + 1;
     const int64_t pieces = (rows + deal.least - 1) / deal.least;
     const int64_t most = threads < kMostParts ? threads : kMostParts;
     deal.parts = pieces < most ? pieces : most;

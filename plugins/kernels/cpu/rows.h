@@ -38,13 +38,14 @@ constexpr int64_t kSpan = 8192;
 constexpr int64_t kMostParts = 64;
 
 struct Part {
-  alignas(64) int64_t next;  // the first row that nobody has taken; all tasks change it
+  alignas(128) int64_t next;  // the first row that nobody has taken; all tasks change it
   int64_t end;
 };
 
 struct Deal {
   int64_t parts;
   int64_t least;  // how many rows to take at a time, where there are so many
+  int64_t worth;  // how many rows another's part must have left to be helped with
   Part part[kMostParts];
 };
 

@@ -11,6 +11,7 @@
 //   V::Squares                                 kSums doubles: add(k, v) adds the squares of v's lanes to those from
 //                                              k * kLanes on, add(k, const E*) those of whole vectors in memory;
 //                                              sum() adds the upper half to the lower, and so on
+//   V::hold(v)                                 nothing, but compilers compute v here
 //   V::fms(a, b, c)                            a * b - c, rounded once, except where zero_bits always says yes
 //   V::Doubt, a | b, V::any(doubt)             a yes or no for each lane
 //   V::smaller(a, b)                           yes where not |a| >= |b|, so for NaN too
@@ -91,6 +92,7 @@ struct Formula {
 template <class V, class T, class U, class Y, bool kAfter, bool kBias>
 struct Formula<V, T, U, Y, kAfter, kBias, true> {
   using Param = float;
+  using Doubt = typename V::Doubt;
   static constexpr bool kHalfScale = Same<U, f16>::value;
   // What the normalized value lacks to leave T's grid again. No float16 is too large for it.
   static constexpr float kParamScale = kAfter && kHalfScale ? Grid<T>::kBack : 1;
@@ -116,28 +118,50 @@ struct Formula<V, T, U, Y, kAfter, kBias, true> {
     always = !usual;
   }
 
-  // Right where `doubt` has no.
-  V operator()(V x, V scale, V bias, typename V::Doubt* doubt) const {
+  // kCount vectors, each right where its doubt has no. One operation for all of them after the other, not one vector after
+  // the other: a processor's queues hold a few dozen operations, and these wait for nothing.
+  template <int64_t kCount>
+  __attribute__((always_inline)) void near(const V* x, const float* scale, const float* bias, V* y,
+                                           typename V::Doubt* doubt) const {
+    constexpr int64_t kLanes = V::kLanes;
     if constexpr (kAfter) {
-      const V n = x * factor;
-      *doubt = near_tie<T, kWindow>(n);
-      return affine(cut<T, kWindow>(n), scale, bias);
+      for (int64_t k = 0; k < kCount; k++) y[k] = x[k] * factor;
+      hold<kCount>(y);
+      for (int64_t k = 0; k < kCount; k++) doubt[k] = near_tie<T, kWindow>(y[k]);
+      for (int64_t k = 0; k < kCount; k++) y[k] = cut<T, kWindow>(y[k]);
+      hold<kCount>(y);
+      for (int64_t k = 0; k < kCount; k++)
+        y[k] = affine(y[k], V::load(scale + k * kLanes), kBias ? V::load(bias + k * kLanes) : V::set(0));
     } else if constexpr (kBias) {
-      // In two floats, since a bias may leave nothing of the product but its error.
-      const V n = x * factor;
-      const V n_rest = V::fma(x, factor_rest, V::fms(x, factor, n));
-      const V product = n * scale;
-      const V rest = V::fma(n_rest, scale, V::fms(n, scale, product));
-      const V y = (product + bias) + rest;
-      *doubt = near_tie<T, kWindow>(Grid<T>::kScale == 1 ? y : y * V::set(Grid<T>::kScale)) |
-               V::smaller(y, product * V::set(kLeastLeft));
-      return y;
+      for (int64_t k = 0; k < kCount; k++)
+        y[k] = biased(x[k], V::load(scale + k * kLanes), V::load(bias + k * kLanes), &doubt[k]);
     } else {
       // The product of two bfloat16, taken first, might leave float's range.
-      const V y = kHalfScale ? x * scale * factor : x * factor * scale;
-      *doubt = near_tie<T, kWindow>(Grid<T>::kScale == 1 ? y : y * V::set(Grid<T>::kScale));
-      return y;
+      for (int64_t k = 0; k < kCount; k++) y[k] = x[k] * (kHalfScale ? V::load(scale + k * kLanes) : factor);
+      hold<kCount>(y);
+      for (int64_t k = 0; k < kCount; k++) y[k] = y[k] * (kHalfScale ? factor : V::load(scale + k * kLanes));
+      hold<kCount>(y);
+      for (int64_t k = 0; k < kCount; k++) doubt[k] = near_tie<T, kWindow>(on_grid(y[k]));
     }
+  }
+
+  // Keeps compilers from bringing one vector to its end before the next.
+  template <int64_t kCount>
+  __attribute__((always_inline)) static void hold(V* v) {
+    for (int64_t k = 0; k < kCount; k++) V::hold(v[k]);
+  }
+
+  static V on_grid(V y) { return Grid<T>::kScale == 1 ? y : y * V::set(Grid<T>::kScale); }
+
+  // In two floats, since a bias may leave nothing of the product but its error.
+  V biased(V x, V scale, V bias, typename V::Doubt* doubt) const {
+    const V n = x * factor;
+    const V n_rest = V::fma(x, factor_rest, V::fms(x, factor, n));
+    const V product = n * scale;
+    const V rest = V::fma(n_rest, scale, V::fms(n, scale, product));
+    const V y = (product + bias) + rest;
+    *doubt = near_tie<T, kWindow>(on_grid(y)) | V::smaller(y, product * V::set(kLeastLeft));
+    return y;
   }
 
   // From the normalized value, rounded to T and still on T's grid. The product is exact.
@@ -174,17 +198,18 @@ struct Taker {
   Deal* deal;
   int64_t part;
   int64_t parts_left;
+  int64_t worth;  // a part with fewer rows left is left alone
   int64_t begin;
   int64_t end;
 
-  Taker(Deal& of, int64_t first) : deal(&of), part(first), parts_left(of.parts), begin(0), end(0) {}
+  Taker(Deal& of, int64_t first) : deal(&of), part(first), parts_left(of.parts), worth(1), begin(0), end(0) {}
 
   // Whether there are any more; those from begin on.
   bool take() {
-    for (; parts_left > 0; parts_left--, part = part + 1 < deal->parts ? part + 1 : 0) {
+    for (; parts_left > 0; parts_left--, part = part + 1 < deal->parts ? part + 1 : 0, worth = deal->worth) {
       Part& from = deal->part[part];
       begin = __atomic_load_n(&from.next, __ATOMIC_RELAXED);
-      while (begin < from.end) {
+      while (from.end - begin >= worth) {
         const int64_t left = from.end - begin;
         const int64_t some = left / 8 > deal->least ? left / 8 : deal->least;
         end = some < left ? begin + some : from.end;
@@ -200,6 +225,7 @@ struct Rows {
   static constexpr int64_t kLanes = V::kLanes;
   static constexpr bool kHalf = sizeof(T) == 2;
   static_assert(kLanes * kUnroll <= kBlock, "a block must cover one step of the loop");
+  static_assert(!kHalf || !kStream, "half types are not streamed");
 
   using Row = RowOf<T, Y>;
   using In = Input<V, T, kSkip>;
@@ -287,8 +313,12 @@ struct Rows {
     const V bias = kBias ? V::load(p.bias + i * p.bias_step, n) : V::set(0);
     V y;
     if constexpr (kHalf) {
-      typename V::Doubt doubt;
-      y = formula(x, scale, bias, &doubt);
+      // Whole vectors on the stack, for near().
+      float scales[kLanes], biases[kLanes];
+      scale.store(scales);
+      bias.store(biases);
+      typename F::Doubt doubt;
+      formula.template near<1>(&x, scales, biases, &y, &doubt);
       if (formula.always || V::any(doubt)) y = formula.exact(x, scale, bias);
     } else {
       y = formula(x, scale, bias);
@@ -310,6 +340,20 @@ struct Rows {
       y.store(row.y + i);
   }
 
+  // What near() computes of whole vectors, with what it doubts computed again. The formula is a copy, since what is on
+  // nobody else's stack need not be read again after a store.
+  template <int64_t kCount>
+  __attribute__((noinline)) static void settle(const Row& row, F formula, const Params<Param>& p, int64_t i, V* y) {
+    for (int64_t end = i + kCount * kLanes; i < end; i += kLanes, y++) {
+      const V x = In::load(row, i);
+      const Param* scale = p.scale + i * p.scale_step;
+      const Param* bias = p.bias + i * p.bias_step;
+      typename F::Doubt doubt;
+      formula.template near<1>(&x, scale, bias, y, &doubt);
+      if (formula.always || V::any(doubt)) *y = formula.exact(x, V::load(scale), kBias ? V::load(bias) : V::set(0));
+    }
+  }
+
   template <int64_t kCount>
   __attribute__((always_inline)) static void whole(const Row& row, const F& formula, const Params<Param>& p, int64_t i,
                                                    bool stream_sum) {
@@ -317,22 +361,20 @@ struct Rows {
     const Param* bias = p.bias + i * p.bias_step;
     if constexpr (kHalf) {
       V x[kCount], y[kCount];
-      typename V::Doubt doubt[kCount];
-      for (int64_t k = 0; k < kCount; k++) {
-        x[k] = In::load(row, i + k * kLanes);
-        const V b = kBias ? V::load(bias + k * kLanes) : V::set(0);
-        y[k] = formula(x[k], V::load(scale + k * kLanes), b, &doubt[k]);
-      }
+      typename F::Doubt doubt[kCount];
+      for (int64_t k = 0; k < kCount; k++) x[k] = In::load(row, i + k * kLanes);
+      F::template hold<kCount>(x);
+      formula.template near<kCount>(x, scale, bias, y, doubt);
       auto all = doubt[0];
       for (int64_t k = 1; k < kCount; k++) all = all | doubt[k];
       if (__builtin_expect(formula.always || V::any(all), 0)) {
-        for (int64_t k = 0; k < kCount; k++) {
-          const V b = kBias ? V::load(bias + k * kLanes) : V::set(0);
-          if (formula.always || V::any(doubt[k])) y[k] = formula.exact(x[k], V::load(scale + k * kLanes), b);
-        }
+        // On the stack only here: elsewhere vectors stay in registers.
+        V settled[kCount];
+        settle<kCount>(row, formula, p, i, settled);
+        for (int64_t k = 0; k < kCount; k++) y[k] = settled[k];
       }
-      // Only now: y may be x, and sum may be x or skip.
-      for (int64_t k = 0; k < kCount; k++) put(row, i + k * kLanes, x[k], y[k], stream_sum);
+      // Only now, since y may be x. A sum has been stored before.
+      for (int64_t k = 0; k < kCount; k++) y[k].store(row.y + i + k * kLanes);
     } else {
       for (int64_t k = 0; k < kCount; k++) {
         const V x = In::load(row, i + k * kLanes);

@@ -87,6 +87,8 @@ struct Float {
     return static_cast<double>(_mm_cvtss_f32(s));
   }
 
+  static void hold(Float& a) { __asm__ volatile("" : "+x"(a.v)); }
+
   struct Doubt {
     __m256i lanes;
     friend Doubt operator|(Doubt a, Doubt b) { return {_mm256_or_si256(a.lanes, b.lanes)}; }

@@ -68,6 +68,8 @@ struct Float {
   static Float normalise(Float x, Float, Float inverse) { return x * inverse; }
   double sum() const { return static_cast<double>(_mm512_reduce_add_ps(v)); }
 
+  static void hold(Float& a) { __asm__ volatile("" : "+v"(a.v)); }
+
   using Doubt = unsigned;
   static bool any(Doubt a) { return a != 0; }
   static __m512i plus(Float a, uint32_t add) {

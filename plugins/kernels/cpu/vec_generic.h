@@ -127,6 +127,8 @@ struct Plain {
     return static_cast<double>(s[0]);
   }
 
+  static void hold(Plain&) {}
+
   // Plain code has nothing faster than the way that is always right.
   using Doubt = unsigned;
   static bool any(Doubt a) { return a != 0; }

@@ -67,6 +67,8 @@ struct Float {
   static Float normalise(Float x, Float, Float inverse) { return x * inverse; }
   double sum() const { return static_cast<double>(vaddvq_f32(v)); }
 
+  static void hold(Float& a) { __asm__ volatile("" : "+w"(a.v)); }
+
   struct Doubt {
     uint32x4_t lanes;
     friend Doubt operator|(Doubt a, Doubt b) { return {vorrq_u32(a.lanes, b.lanes)}; }
