@@ -13,8 +13,9 @@ struct Same<A, A> {
   static constexpr bool value = true;
 };
 
-// A V::Squares has this many sums, the same ones in every instruction set, so that all compute the same statistics.
-constexpr int64_t kSums = 32;
+// Squares are added up in this many sums, the same ones in every instruction set, so that all compute the same
+// statistics.
+constexpr int64_t kSums = 64;
 
 // Floats times kScale have the half type's last place at bit kBits, whatever their exponent: 2^-112 takes the subnormal
 // float16 to subnormal floats. kBack undoes it.

@@ -8,9 +8,14 @@
 //   V::round<E>(v)                             to E and back
 //   V::set(s), +, *, V::fma(a, b, c), v.sum(), V::normalise(x, r, inverse)
 // and, for vectors of float only:
-//   V::Squares                                 kSums doubles: add(k, v) adds the squares of v's lanes to those from
+//   V::Squares                                 kSums / 2 doubles: add(k, v) adds the squares of v's lanes to those from
 //                                              k * kLanes on, add(k, const E*) those of whole vectors in memory;
-//                                              sum() adds the upper half to the lower, and so on
+//                                              add(squares) adds others; sum() adds the upper half to the lower, and so
+//                                              on
+//   V::kPlaces, V::squares_of(p, n, claim)     whether it has the sum of the squares of n elements of a half type,
+//   added
+//                                              up as Squares does; calls claim(i) for every whole kSums of them
+//   V::kAtOnce                                 how many vectors of half types to compute together
 //   V::hold(v)                                 nothing, but compilers compute v here
 //   V::fms(a, b, c)                            a * b - c, rounded once, except where zero_bits always says yes
 //   V::Doubt, a | b, V::any(doubt)             a yes or no for each lane
@@ -118,8 +123,8 @@ struct Formula<V, T, U, Y, kAfter, kBias, true> {
     always = !usual;
   }
 
-  // kCount vectors, each right where its doubt has no. One operation for all of them after the other, not one vector after
-  // the other: a processor's queues hold a few dozen operations, and these wait for nothing.
+  // kCount vectors, each right where its doubt has no. One operation for all of them after the other, not one vector
+  // after the other: a processor's queues hold a few dozen operations, and these wait for nothing.
   template <int64_t kCount>
   __attribute__((always_inline)) void near(const V* x, const float* scale, const float* bias, V* y,
                                            typename V::Doubt* doubt) const {
@@ -213,7 +218,8 @@ struct Taker {
         const int64_t left = from.end - begin;
         const int64_t some = left / 8 > deal->least ? left / 8 : deal->least;
         end = some < left ? begin + some : from.end;
-        if (__atomic_compare_exchange_n(&from.next, &begin, end, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return true;
+        if (__atomic_compare_exchange_n(&from.next, &begin, end, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+          return true;
       }
     }
     return false;
@@ -224,7 +230,9 @@ template <class V, class T, class U, class Y, bool kAfter, bool kSkip, bool kBia
 struct Rows {
   static constexpr int64_t kLanes = V::kLanes;
   static constexpr bool kHalf = sizeof(T) == 2;
-  static_assert(kLanes * kUnroll <= kBlock, "a block must cover one step of the loop");
+  // With a bias each vector needs more registers.
+  static constexpr int64_t kAtOnce = kHalf && !kBias ? V::kAtOnce : kUnroll;
+  static_assert(kLanes * kUnroll <= kBlock && kLanes * kAtOnce <= kBlock, "a block must cover one step of the loop");
   static_assert(!kHalf || !kStream, "half types are not streamed");
 
   using Row = RowOf<T, Y>;
@@ -278,21 +286,31 @@ struct Rows {
 
   // Squares of half types are exact in double, and their sums nearly so.
   static double exact_squares(const Row& row, int64_t i, int64_t end) {
-    constexpr int64_t kVectors = kSums / kLanes;
-    constexpr int64_t kStep = 2 * kSums;  // some percent faster than one at a time
+    if constexpr (!kSkip && V::kPlaces) {
+      return V::squares_of(row.x + i, end - i, [&row, i](int64_t at) { claim<kSums>(row, i + at); });
+    } else {
+      auto sums = half_the_sums(row, i, end);
+      sums.add(half_the_sums(row, i + kSums / 2, end));
+      return sums.sum();
+    }
+  }
+
+  // Those of every other kSums / 2 elements from i on: all sums at once would be more than there are registers.
+  static auto half_the_sums(const Row& row, int64_t i, int64_t end) {
+    constexpr int64_t kStep = kSums / 2;
     typename V::Squares sums;
-    for (; i + kStep <= end; i += kStep) {
+    for (; i + kStep <= end; i += kSums) {
       claim<kStep>(row, i);
-      for (int64_t k = 0; k < 2 * kVectors; k++) {
+      for (int64_t k = 0; k < kStep / kLanes; k++) {
         if constexpr (kSkip)
-          sums.add(k % kVectors, summed(row, i + k * kLanes));
+          sums.add(k, summed(row, i + k * kLanes));
         else
-          sums.add(k % kVectors, row.x + i + k * kLanes);
+          sums.add(k, row.x + i + k * kLanes);
       }
     }
-    for (int64_t k = 0; i < end; k++, i += kLanes)
-      sums.add(k % kVectors, i + kLanes <= end ? summed(row, i) : summed(row, i, end - i));
-    return sums.sum();
+    for (int64_t k = 0; i < end && k < kStep / kLanes; k++, i += kLanes)
+      sums.add(k, i + kLanes <= end ? summed(row, i) : summed(row, i, end - i));
+    return sums;
   }
 
   static V summed(const Row& row, int64_t i) {
@@ -404,12 +422,12 @@ struct Rows {
     int64_t i = head(row.y, width);
     if (i > 0) part(row, formula, p, 0, i);
     const bool stream_sum = kStream && reinterpret_cast<uintptr_t>(row.sum + i) % (kLanes * sizeof(T)) == 0;
-    for (; i + kUnroll * kLanes <= width; i += kUnroll * kLanes) {
+    for (; i + kAtOnce * kLanes <= width; i += kAtOnce * kLanes) {
       if (row.next) {
-        for (int64_t k = 0; k < kUnroll * kLanes; k += 64 / static_cast<int64_t>(sizeof(T)))
+        for (int64_t k = 0; k < kAtOnce * kLanes; k += 64 / static_cast<int64_t>(sizeof(T)))
           __builtin_prefetch(row.next + i + k);
       }
-      whole<kUnroll>(row, formula, p, i, stream_sum);
+      whole<kAtOnce>(row, formula, p, i, stream_sum);
     }
     for (; i + kLanes <= width; i += kLanes) whole<1>(row, formula, p, i, stream_sum);
     if (i < width) part(row, formula, p, i, width - i);

@@ -2,6 +2,8 @@
 
 struct Float {
   static constexpr int64_t kLanes = 8;
+  static constexpr int64_t kAtOnce = 4;
+  static constexpr bool kPlaces = false;
   __m256 v;
 
   static Float set(float s) { return {_mm256_set1_ps(s)}; }
@@ -123,6 +125,9 @@ struct Float {
     void add(int64_t k, const E* p) {
       add(k, load(p));
     }
+    void add(const Squares& other) {
+      for (int k = 0; k < 8; k++) sums[k] = _mm256_add_pd(sums[k], other.sums[k]);
+    }
     double sum() const {
       __m256d s[4];
       for (int k = 0; k < 4; k++) s[k] = _mm256_add_pd(sums[k], sums[k + 4]);
@@ -135,6 +140,7 @@ struct Float {
 
 struct Double {
   static constexpr int64_t kLanes = 4;
+  static constexpr int64_t kAtOnce = 4;
   __m256d v;
 
   static Double set(double s) { return {_mm256_set1_pd(s)}; }

@@ -50,6 +50,8 @@ inline void narrow(float f, f16* out) {
 template <class S, int kN>
 struct Plain {
   static constexpr int64_t kLanes = kN;
+  static constexpr int64_t kAtOnce = 4;
+  static constexpr bool kPlaces = false;
   S v[kN];
 
   static Plain set(S s) {
@@ -148,6 +150,9 @@ struct Plain {
     template <class E>
     void add(int64_t k, const E* p) {
       add(k, load(p));
+    }
+    void add(const Squares& other) {
+      for (int i = 0; i < 32; i++) sums[i] += other.sums[i];
     }
     double sum() const {
       double s[16];

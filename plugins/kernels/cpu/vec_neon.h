@@ -2,6 +2,8 @@
 
 struct Float {
   static constexpr int64_t kLanes = 4;
+  static constexpr int64_t kAtOnce = 4;
+  static constexpr bool kPlaces = false;
   float32x4_t v;
 
   static Float set(float s) { return {vdupq_n_f32(s)}; }
@@ -97,6 +99,9 @@ struct Float {
     void add(int64_t k, const E* p) {
       add(k, load(p));
     }
+    void add(const Squares& other) {
+      for (int k = 0; k < 16; k++) sums[k] = vaddq_f64(sums[k], other.sums[k]);
+    }
     double sum() const {
       float64x2_t s[8];
       for (int k = 0; k < 8; k++) s[k] = vaddq_f64(sums[k], sums[k + 8]);
@@ -110,6 +115,7 @@ struct Float {
 
 struct Double {
   static constexpr int64_t kLanes = 2;
+  static constexpr int64_t kAtOnce = 4;
   float64x2_t v;
 
   static Double set(double s) { return {vdupq_n_f64(s)}; }
