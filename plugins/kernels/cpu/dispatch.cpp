@@ -96,6 +96,14 @@ int64_t row_bytes(const rmsnorm_args& args) {
   return args.width * (size_of(args.y_dtype) + like_x * size_of(args.x_dtype));
 }
 
+// How many threads may come. A caller who does not know has no more than this machine.
+int64_t threads_of(const rmsnorm_parallel* parallel) {
+  if (!parallel || !parallel->parallel_for) return 1;
+  if (parallel->threads > 0) return parallel->threads;
+  static const int64_t here = std::thread::hardware_concurrency();
+  return here > 0 ? here : kMostParts;
+}
+
 bool should_stream(const rmsnorm_args& args) {
   const bool aligned = reinterpret_cast<uintptr_t>(args.y) % static_cast<uintptr_t>(size_of(args.y_dtype)) == 0;
   const bool in_place =
@@ -132,14 +140,6 @@ constexpr int64_t kShareBytes = int64_t{128} << 10;
 constexpr int64_t kTakeBytes = int64_t{16} << 10;
 // Rows of fewer bytes are not worth bringing them from another core's cache, and back with the next call.
 constexpr int64_t kHelpBytes = int64_t{64} << 10;
-
-// How many threads may come. A caller who does not know has no more than this machine.
-int64_t threads_of(const rmsnorm_parallel* parallel) {
-  if (!parallel || !parallel->parallel_for) return 1;
-  if (parallel->threads > 0) return parallel->threads;
-  static const int64_t here = std::thread::hardware_concurrency();
-  return here > 0 ? here : kMostParts;
-}
 
 struct DealtJob {
   const Job* job;

@@ -233,7 +233,6 @@ struct Rows {
   // With a bias each vector needs more registers.
   static constexpr int64_t kAtOnce = kHalf && !kBias ? V::kAtOnce : kUnroll;
   static_assert(kLanes * kUnroll <= kBlock && kLanes * kAtOnce <= kBlock, "a block must cover one step of the loop");
-  static_assert(!kHalf || !kStream, "half types are not streamed");
 
   using Row = RowOf<T, Y>;
   using In = Input<V, T, kSkip>;
@@ -257,11 +256,27 @@ struct Rows {
     return total;
   }
 
-  // Asks for the lines that will be written at columns i .. i + kCount - 1: a store reads its line first, and the
-  // squares of half types leave the memory the time for it.
+  static constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
+
+  // Asks for what is needed later while the squares of half types at columns i .. i + kCount - 1 are added up: for the
+  // lines that will be written, since a store reads its line first; where it does not, for every other line of the next
+  // row.
   template <int64_t kCount>
   static void claim(const Row& row, int64_t i) {
-    for (int64_t k = 0; k < kCount; k += 64 / static_cast<int64_t>(sizeof(Y))) __builtin_prefetch(row.y + i + k, 1);
+    if (!kStream) {
+      for (int64_t k = 0; k < kCount; k += 64 / static_cast<int64_t>(sizeof(Y))) __builtin_prefetch(row.y + i + k, 1);
+    } else if (row.next) {
+      for (int64_t k = 0; k < kCount; k += 2 * kLine) __builtin_prefetch(row.next + i + k);
+    }
+  }
+
+  // Asks for the lines of the next row while columns i .. i + kCount - 1 are written.
+  template <int64_t kCount>
+  static void prefetch(const Row& row, int64_t i) {
+    constexpr bool kOthers = kHalf && kStream;
+    if (!row.next) return;
+    for (int64_t k = kOthers ? kLine : 0; k < kCount; k += kOthers ? 2 * kLine : kLine)
+      __builtin_prefetch(row.next + i + k);
   }
 
   static double near_squares(const Row& row, int64_t i, int64_t end) {
@@ -392,7 +407,12 @@ struct Rows {
         for (int64_t k = 0; k < kCount; k++) y[k] = settled[k];
       }
       // Only now, since y may be x. A sum has been stored before.
-      for (int64_t k = 0; k < kCount; k++) y[k].store(row.y + i + k * kLanes);
+      for (int64_t k = 0; k < kCount; k++) {
+        if (kStream)
+          y[k].stream(row.y + i + k * kLanes);
+        else
+          y[k].store(row.y + i + k * kLanes);
+      }
     } else {
       for (int64_t k = 0; k < kCount; k++) {
         const V x = In::load(row, i + k * kLanes);
@@ -423,10 +443,7 @@ struct Rows {
     if (i > 0) part(row, formula, p, 0, i);
     const bool stream_sum = kStream && reinterpret_cast<uintptr_t>(row.sum + i) % (kLanes * sizeof(T)) == 0;
     for (; i + kAtOnce * kLanes <= width; i += kAtOnce * kLanes) {
-      if (row.next) {
-        for (int64_t k = 0; k < kAtOnce * kLanes; k += 64 / static_cast<int64_t>(sizeof(T)))
-          __builtin_prefetch(row.next + i + k);
-      }
+      prefetch<kAtOnce * kLanes>(row, i);
       whole<kAtOnce>(row, formula, p, i, stream_sum);
     }
     for (; i + kLanes <= width; i += kLanes) whole<1>(row, formula, p, i, stream_sum);
@@ -546,13 +563,19 @@ Functions choose_full(const rmsnorm_args& args, bool stream) {
   return stream ? choose<V, T, T, T, true, true>(args) : choose<V, T, T, T, true, false>(args);
 }
 
-// Nothing is streamed here, since what is to be written was claimed in time.
+template <class V, class T, class U, class Y, bool kAfter>
+Functions choose_half_as(const rmsnorm_args& args, bool stream) {
+  return stream ? choose<V, T, U, Y, kAfter, true>(args) : choose<V, T, U, Y, kAfter, false>(args);
+}
+
 template <class V, class T>
-Functions choose_half(const rmsnorm_args& args) {
+Functions choose_half(const rmsnorm_args& args, bool stream) {
   const bool after = args.scale_order == RMSNORM_AFTER_CAST;
   const bool wide = (args.scale || args.bias) && args.param_dtype == RMSNORM_F32;
-  if (wide) return after ? choose<V, T, float, float, true, false>(args) : choose<V, T, float, T, false, false>(args);
-  return after ? choose<V, T, T, T, true, false>(args) : choose<V, T, T, T, false, false>(args);
+  if (wide)
+    return after ? choose_half_as<V, T, float, float, true>(args, stream)
+                 : choose_half_as<V, T, float, T, false>(args, stream);
+  return after ? choose_half_as<V, T, T, T, true>(args, stream) : choose_half_as<V, T, T, T, false>(args, stream);
 }
 
 inline Functions choose_rows(const rmsnorm_args& args, bool stream) {
@@ -560,9 +583,9 @@ inline Functions choose_rows(const rmsnorm_args& args, bool stream) {
     case RMSNORM_F32:
       return choose_full<RMSNORM_CPU_FLOAT, float>(args, stream);
     case RMSNORM_F16:
-      return choose_half<RMSNORM_CPU_FLOAT, f16>(args);
+      return choose_half<RMSNORM_CPU_FLOAT, f16>(args, stream);
     case RMSNORM_BF16:
-      return choose_half<RMSNORM_CPU_FLOAT, bf16>(args);
+      return choose_half<RMSNORM_CPU_FLOAT, bf16>(args, stream);
     default:
       if (args.stash != RMSNORM_STASH_F64) return {nullptr, nullptr, nullptr};
       return choose_full<RMSNORM_CPU_DOUBLE, double>(args, stream);
