@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from rmsnorm_deploy.benchmark import kernels_cases
 from rmsnorm_deploy.benchmark.kernels_cases import COPY, DTYPES, Bar, Case, make_buffers
+from rmsnorm_deploy.benchmark.kernels_ort import cores_of
 from rmsnorm_deploy.benchmark.kernels_peers import contestants
 from rmsnorm_deploy.benchmark.kernels_result import CaseResult, Verdict, timings_of
 from rmsnorm_deploy.benchmark.timing import Call
 from rmsnorm_deploy.errors import BackendUnavailable
 
 _TURN_SECONDS = 0.0015
-# Threads of the contestant before keep spinning for some milliseconds, on the cores that the next one needs.
-_SETTLE_SECONDS = 0.02
+_NAP_SECONDS = 0.004
+_MOST_NAPS = 60
 # A contestant that has taken this long, as slow ones do, has no more turns than these.
 _MOST_SECONDS = 0.25
 _LEAST_TURNS = 9
@@ -33,33 +37,65 @@ def measure(case: Case, turns: int = 41, compiled: bool = False) -> CaseResult[C
             ready[name] = make(sets, scale)
         except (BackendUnavailable, ImportError) as error:
             result.missing[name] = str(error)
-    samples = _take_turns(ready, turns, _SETTLE_SECONDS if case.threads > 1 else 0.0)
+    batches = {name: _batch(calls) for name, calls in ready.items()}  # starts all threads, on any core
+    with _on_one_core(case.threads):
+        samples = _take_turns(ready, batches, turns, settle=case.threads > 1)
     result.timings = timings_of(samples, case.bytes_moved, COPY)
     result.verdicts = [verdict for bar in kernels_cases.BARS for verdict in judge(bar, result)]
     return result
 
 
-def _take_turns(ready: dict[str, list[Call]], turns: int, settle: float) -> dict[str, list[float]]:
-    batches = {name: _batch(calls) for name, calls in ready.items()}
+def _take_turns(
+    ready: dict[str, list[Call]], batches: dict[str, int], turns: int, settle: bool
+) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {name: [] for name in ready}
     spent = dict.fromkeys(ready, 0.0)
-    at = dict.fromkeys(ready, 0)
+    at = 0  # in the buffers, for all contestants: nobody finds what the one before has just brought into a cache
     for turn in range(turns):
         for name, calls in ready.items():
             if turn >= _LEAST_TURNS and spent[name] > _MOST_SECONDS:
                 continue
-            count, start = batches[name], at[name]
-            order = [calls[(start + i) % len(calls)] for i in range(count)]
-            time.sleep(settle)
-            calls[(start - 1) % len(calls)]()  # wakes the threads again
+            count = batches[name]
+            order = [calls[(at + i) % len(calls)] for i in range(count + 1)]
+            if settle:
+                _settle()
+            order[0]()  # wakes the threads again
             began = time.perf_counter()
-            for call in order:
+            for call in order[1:]:
                 call()
             seconds = time.perf_counter() - began
             samples[name].append(seconds / count)
             spent[name] += seconds
-            at[name] = start + count
+            at += count + 1
     return samples
+
+
+def _settle() -> None:
+    """Sleep until no thread of this process computes: those of a contestant spin for up to 50 ms after its last call,
+    on the cores that the next one needs."""
+    for _ in range(_MOST_NAPS):
+        before = time.process_time()
+        time.sleep(_NAP_SECONDS)
+        if time.process_time() - before < _NAP_SECONDS / 5:
+            return
+
+
+@contextmanager
+def _on_one_core(threads: int) -> Iterator[None]:
+    """Keep this thread on the first of a case's cores; the sessions keep theirs on the others.
+
+    The kernel may wake a thread on the core of the one that woke it, and leave it there for milliseconds.
+    """
+    cores = cores_of(threads)
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores[:1])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _batch(calls: list[Call]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +51,12 @@ def ort_calls(op: OrtOp, case: Case, sets: list[Buffers], scale: torch.Tensor) -
     return [_bound_call(session, _bind(session, element, item)) for item in sets]
 
 
+def cores_of(threads: int) -> list[int]:
+    """A core for each of several threads, the calling one's first; none where there are too few, or for one thread."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return cores[:threads] if 1 < threads <= len(cores) else []
+
+
 def _bound_call(session: Any, binding: Any) -> Call:
     return lambda: session.run_with_iobinding(binding)
 
@@ -59,6 +66,10 @@ def _session(op: OrtOp, case: Case, scale: torch.Tensor) -> Any:
 
     options = ort.SessionOptions()
     options.intra_op_num_threads = case.threads
+    others = cores_of(case.threads)[1:]
+    if others:
+        cores = ";".join(str(core + 1) for core in others)  # counted from 1
+        options.add_session_config_entry("session.intra_op_thread_affinities", cores)
     options.log_severity_level = 4
     if op.custom:
         native.register(options)
