@@ -165,6 +165,27 @@ def test_instruction_sets_agree_to_the_bit(library: ctypes.CDLL, x: str, param: 
         assert all(one == seen[0] for one in seen), case
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_no_number_is_lost_from_the_squares(library: ctypes.CDLL, dtype: str) -> None:
+    """Whatever stands among normal numbers, in a whole block of them or behind the last: one row for each place."""
+    rng = np.random.default_rng(6)
+    tiny = 2.0**-24 if dtype == "float16" else 2.0**-120
+    case = Case(dtype, dtype, eps=0.0)
+    for number in (None, 0.0, -0.0, 3 * tiny, -1000 * tiny, np.inf, np.nan):
+        for width in (64, 700, 1500):
+            x = rng.uniform(1, 2, (width if number is not None else 8, width)) * (16 * tiny if number else 1)
+            if number is not None:
+                np.fill_diagonal(x, number)
+            rows = x.astype(NUMPY[dtype])
+            seen = []
+            for isa in (b"avx512", b"avx2", b"neon", b"generic"):
+                if library.rmsnorm_cpu_set_isa(isa) == ckernel.OK:
+                    check(case, rows, None, None, None)
+                    seen.append(run(case, rows, None, None, None)[0].tobytes())
+            library.rmsnorm_cpu_set_isa(b"")
+            assert all(one == seen[0] for one in seen)
+
+
 @pytest.mark.parametrize("isa", ["avx512", "avx2", "neon", "generic"])
 @pytest.mark.parametrize(("x", "param"), HALF_PAIRS)
 def test_a_bias_that_cancels_the_product_leaves_what_is_exact(

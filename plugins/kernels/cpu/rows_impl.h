@@ -480,7 +480,7 @@ struct Rows {
   static Row row_at(const Call& call, int64_t at) {
     const rmsnorm_args& args = *call.args;
     const T* x = static_cast<const T*>(args.x) + at * args.x_stride;
-    // Whoever does the next row: in the last one of a chunk, too, this is most often the same thread.
+    // Whoever does the next row: after the last one that a thread has taken, too, this is most often the same.
     return {x, kSkip ? static_cast<const T*>(args.skip) + at * args.skip_stride : nullptr,
             static_cast<Y*>(args.y) + at * args.y_stride,
             kSkip && args.sum ? static_cast<T*>(args.sum) + at * args.sum_stride : nullptr,
