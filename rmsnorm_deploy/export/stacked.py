@@ -13,7 +13,9 @@ import numpy as np
 import onnx_ir as ir
 
 from rmsnorm_deploy.export.nodes import producer
-from rmsnorm_deploy.export.weights import INLINE_TENSOR, Part, describe
+from rmsnorm_deploy.export.weights import Part, describe
+
+_LEAST = 256  # elements: of smaller ones a runtime makes what it likes in no time
 
 
 def stack_weights(graph: ir.Graph) -> None:
@@ -39,13 +41,7 @@ def _only_read_by(transpose: ir.Node) -> list[ir.Value]:
 def _is_weight(value: ir.Value) -> bool:
     tensor = value.const_value
     fixed = value.is_initializer() and not value.is_graph_input() and not value.is_graph_output()
-    return (
-        fixed
-        and tensor is not None
-        and tensor.nbytes > INLINE_TENSOR
-        and len(tensor.shape) == 2
-        and len(value.uses()) == 1
-    )
+    return fixed and tensor is not None and tensor.size >= _LEAST and len(tensor.shape) == 2 and len(value.uses()) == 1
 
 
 def _stack(graph: ir.Graph, transpose: ir.Node, weights: list[ir.Value]) -> None:
