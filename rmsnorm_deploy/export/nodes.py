@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -58,6 +59,16 @@ def on_last_axis(softmax: ir.Node, rank: int) -> bool:
 def place_of(value: ir.Value, node: ir.Node) -> int:
     """Which input of ``node`` a value is."""
     return next(index for index, read in enumerate(node.inputs) if read is value)
+
+
+def split(value: ir.Value, sizes: Sequence[int], axis: int, like: ir.Node) -> list[ir.Node]:
+    """A Split of ``value`` into ``sizes`` along an axis, behind the Constant that it reads; described as ``like`` is."""
+    counts = ir.node("Constant", [], {"value": ir.tensor(list(sizes), ir.DataType.INT64)})
+    counts.outputs[0].dtype = ir.DataType.INT64
+    node = ir.node("Split", [value, counts.outputs[0]], {"axis": axis}, num_outputs=len(sizes))
+    node.metadata_props.update(like.metadata_props)
+    typed_like(value, node)
+    return [counts, node]
 
 
 def typed_like(value: ir.Value, node: ir.Node) -> None:

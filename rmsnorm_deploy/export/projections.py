@@ -16,11 +16,12 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from rmsnorm_deploy.export.nodes import is_op, only_user, producer, put_in_place, typed_like
+from rmsnorm_deploy.export.nodes import is_op, only_user, producer, put_in_place, split, typed_like
 from rmsnorm_deploy.export.sizes import Sizes
 from rmsnorm_deploy.fusion.values import Shapes
 
 _HEADS_FIRST = [0, 2, 1, 3]
+_HEADS = 1  # the axis, then
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,11 @@ def _join(graph: ir.Graph, source: ir.Value, parts: list[_Projection], shape: ir
         nodes += [bias, ir.node("Add", [nodes[-1].outputs[0], bias.outputs[0]])]
     apart = ir.node("Reshape", [nodes[-1].outputs[0], shape], {"allowzero": 1})
     heads_first = ir.node("Transpose", [apart.outputs[0]], {"perm": _HEADS_FIRST})
-    counts = ir.node("Constant", [], {"value": ir.tensor([part.heads for part in parts], ir.DataType.INT64)})
-    split = ir.node("Split", [heads_first.outputs[0], counts.outputs[0]], {"axis": 1}, num_outputs=len(parts))
-    for node in (*nodes, apart, heads_first, split):
+    parted = split(heads_first.outputs[0], [part.heads for part in parts], _HEADS, parts[0].product)
+    for node in (*nodes, apart, heads_first):
         node.metadata_props.update(parts[0].product.metadata_props)
+    for node in (*nodes, apart, heads_first, parted[1]):
         typed_like(source, node)
-    graph.insert_before(parts[0].product, [*nodes, apart, heads_first, counts, split])
-    for part, output in zip(parts, split.outputs, strict=True):
+    graph.insert_before(parts[0].product, [*nodes, apart, heads_first, *parted])
+    for part, output in zip(parts, parted[1].outputs, strict=True):
         put_in_place(part.result, output)

@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import onnx_ir as ir
 
-from rmsnorm_deploy.export.nodes import is_op, put_in_place, typed_like
+from rmsnorm_deploy.export.nodes import is_op, put_in_place, split
 from rmsnorm_deploy.fusion.constants import Constants
 from rmsnorm_deploy.fusion.values import Shapes
 
@@ -59,10 +59,7 @@ def _sizes(parts: list[Part]) -> list[int]:
 def _split(graph: ir.Graph, axis: int, parts: list[Part], before: ir.Node) -> None:
     source = before.inputs[0]  # now: it may have been a Slice of another that has become a Split
     assert source is not None
-    sizes = ir.node("Constant", [], {"value": ir.tensor(_sizes(parts), ir.DataType.INT64)})
-    split = ir.node("Split", [source, sizes.outputs[0]], {"axis": axis}, num_outputs=len(parts))
-    split.metadata_props.update(before.metadata_props)
-    typed_like(source, split)
-    graph.insert_before(before, [sizes, split])
-    for (_, _, node), output in zip(parts, split.outputs, strict=True):
+    parted = split(source, _sizes(parts), axis, before)
+    graph.insert_before(before, parted)
+    for (_, _, node), output in zip(parts, parted[1].outputs, strict=True):
         put_in_place(node.outputs[0], output)

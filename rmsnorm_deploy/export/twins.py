@@ -15,7 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from rmsnorm_deploy.export.nodes import identity, is_op, put_in_place, typed_like
+from rmsnorm_deploy.export.nodes import identity, is_op, put_behind, put_in_place, split
 from rmsnorm_deploy.fusion.constants import Constants
 from rmsnorm_deploy.fusion.values import Shapes
 
@@ -42,23 +42,25 @@ class _Twins:
             or not all(node in self.nodes.values() for node in twin.consumers())
         ]
         outputs = any(value.is_graph_output() for pair in self.pairs.items() for value in pair)
-        return ends[0] if len(ends) == 1 and ends[0] is not self.first and not outputs else None
+        if len(ends) != 1 or outputs or not is_op(ends[0].producer(), *_ELEMENTWISE, "Concat") or ends[0] is self.first:
+            return None
+        return ends[0]
 
 
 def join_twins(graph: ir.Graph, shapes: Shapes) -> None:
     """Let pairs of heads that one Split parts go through what is done to both in one, in place."""
     constants = Constants()
-    for split in list(graph):
-        if not is_op(split, "Split") or split.attributes.get_int("axis", 0) != _HEADS or len(split.inputs) != 2:
+    for node in list(graph):
+        if not is_op(node, "Split") or node.attributes.get_int("axis", 0) != _HEADS or len(node.inputs) != 2:
             continue
-        if len(shapes.get(split.outputs[0], ())) != 4:
+        if len(shapes.get(node.outputs[0], ())) != 4:
             continue
-        sizes = constants.integers(split.inputs[1])
-        for index, (first, second) in enumerate(pairwise(split.outputs)):
+        sizes = constants.integers(node.inputs[1])
+        for index, (first, second) in enumerate(pairwise(node.outputs)):
             twins = _twins(first, second, shapes)
             end = twins.end()
             if sizes is not None and end is not None and len(twins.nodes) > 1:
-                _join(graph, split, sizes, index, twins, end)
+                _join(graph, node, sizes, index, twins, end)
                 break
 
 
@@ -105,35 +107,22 @@ def _same_for_all_heads(mine: ir.Value, yours: ir.Value | None, shapes: Shapes) 
     return shape is not None and len(shape) <= 4 and (len(shape) < 3 or shape[-3] == 1)
 
 
-def _join(graph: ir.Graph, split: ir.Node, sizes: list[int], index: int, twins: _Twins, end: ir.Value) -> None:
+def _join(graph: ir.Graph, parted: ir.Node, sizes: list[int], index: int, twins: _Twins, end: ir.Value) -> None:
+    source, last, twin = parted.inputs[0], end.producer(), twins.pairs[end]
+    assert source is not None
+    assert last is not None
     both = sizes[index] + sizes[index + 1]
-    parted = _split(split.inputs[0], [*sizes[:index], both, *sizes[index + 2 :]], split)
-    graph.insert_before(split, parted)
-    joint = parted[1].outputs
-    others = [*split.outputs[:index], *split.outputs[index + 2 :]]
+    first = split(source, [*sizes[:index], both, *sizes[index + 2 :]], _HEADS, parted)
+    graph.insert_before(parted, first)
+    joint = first[1].outputs
+    others = [*parted.outputs[:index], *parted.outputs[index + 2 :]]
     for old, new in zip(others, [*joint[:index], *joint[index + 1 :]], strict=True):
         put_in_place(old, new)
     ir.convenience.replace_all_uses_with(twins.first, joint[index])
-    last = end.producer()
-    assert last is not None
-    apart = _split(end, sizes[index : index + 2], last)
-    graph.insert_after(last, apart)
-    twin = twins.pairs[end]
-    name = end.name
-    ir.convenience.replace_all_uses_with(end, apart[1].outputs[0])
-    apart[1].replace_input_with(0, end)
-    end.name, apart[1].outputs[0].name, apart[1].outputs[0].shape = apart[1].outputs[0].name, name, end.shape
+    apart = split(end, sizes[index : index + 2], _HEADS, last)
+    put_behind(graph, last, apart[1])
+    graph.insert_before(apart[1], apart[0])
     put_in_place(twin, apart[1].outputs[1])
     for node in twins.nodes:
         for output in node.outputs:
             output.shape = None
-
-
-def _split(value: ir.Value | None, sizes: list[int], like: ir.Node) -> list[ir.Node]:
-    assert value is not None
-    counts = ir.node("Constant", [], {"value": ir.tensor(sizes, ir.DataType.INT64)})
-    counts.outputs[0].dtype = ir.DataType.INT64
-    split = ir.node("Split", [value, counts.outputs[0]], {"axis": _HEADS}, num_outputs=len(sizes))
-    split.metadata_props.update(like.metadata_props)
-    typed_like(value, split)
-    return [counts, split]

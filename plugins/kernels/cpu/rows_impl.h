@@ -13,8 +13,8 @@
 //                                              add(squares) adds others; sum() adds the upper half to the lower, and so
 //                                              on
 //   V::kPlaces, V::squares_of(p, n, claim)     whether it has the sum of the squares of n elements of a half type,
-//   added
-//                                              up as Squares does; calls claim(i) for every whole kSums of them
+//                                              which is what Squares gives; calls claim(i) for every whole kSums of
+//                                              them
 //   V::kAtOnce                                 how many vectors of half types to compute together
 //   V::hold(v)                                 nothing, but compilers compute v here
 //   V::fms(a, b, c)                            a * b - c, rounded once, except where zero_bits always says yes
