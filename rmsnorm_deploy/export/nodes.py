@@ -62,7 +62,7 @@ def place_of(value: ir.Value, node: ir.Node) -> int:
 
 
 def split(value: ir.Value, sizes: Sequence[int], axis: int, like: ir.Node) -> list[ir.Node]:
-    """A Split of ``value`` into ``sizes`` along an axis, behind the Constant that it reads; described as ``like`` is."""
+    """A Split of ``value`` into ``sizes`` along an axis, behind the Constant that it reads, described as ``like``."""
     counts = ir.node("Constant", [], {"value": ir.tensor(list(sizes), ir.DataType.INT64)})
     counts.outputs[0].dtype = ir.DataType.INT64
     node = ir.node("Split", [value, counts.outputs[0]], {"axis": axis}, num_outputs=len(sizes))
