@@ -1,4 +1,4 @@
-// rmsnorm_cpu: picks an instruction set, decides on streaming stores, and deals rows out to the caller's threads.
+// rmsnorm_cpu: picks an instruction set, and deals rows out to the caller's threads.
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -11,7 +11,9 @@
 #endif
 
 #include "../rms_norm.h"
+#include "bytes.h"
 #include "rows.h"
+#include "stores.h"
 
 namespace rmsnorm_simd {
 namespace {
@@ -74,26 +76,9 @@ std::atomic<const Isa*>& current() {
   return isa;
 }
 
-// A call that touches this many bytes or more writes them past the caches: they would push each other out, and a plain
-// store first reads the line that it overwrites. Three quarters of the third-level cache is where this begins to pay
-// even for a reader that comes right after; the measurements are in docs/kernels.md.
-int64_t stream_bytes() {
-  int64_t cache = 0;
-#if defined(_SC_LEVEL3_CACHE_SIZE)
-  static const int64_t reported = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  cache = reported;
-#endif
-  // A part shared by many cores reports all of its cache, of which one process seldom gets more than this.
-  constexpr int64_t kMost = int64_t{32} << 20;
-  return (cache > 0 && cache < kMost ? cache : kMost) / 4 * 3;
-}
-
-int64_t size_of(int32_t dtype) { return dtype == RMSNORM_F64 ? 8 : dtype == RMSNORM_F32 ? 4 : 2; }
-
-// What one row reads and writes, at least 1.
-int64_t row_bytes(const rmsnorm_args& args) {
-  const int64_t like_x = 1 + (args.skip ? 1 : 0) + (args.sum ? 1 : 0);
-  return args.width * (size_of(args.y_dtype) + like_x * size_of(args.x_dtype));
+Functions functions_for(const rmsnorm_args& args, bool stream) {
+  const Functions functions = current().load(std::memory_order_relaxed)->functions(args, stream);
+  return functions.rows ? functions : generic_rows(args, stream);
 }
 
 // How many threads may come. A caller who does not know has no more than this machine.
@@ -102,13 +87,6 @@ int64_t threads_of(const rmsnorm_parallel* parallel) {
   if (parallel->threads > 0) return parallel->threads;
   static const int64_t here = std::thread::hardware_concurrency();
   return here > 0 ? here : kMostParts;
-}
-
-bool should_stream(const rmsnorm_args& args) {
-  const bool aligned = reinterpret_cast<uintptr_t>(args.y) % static_cast<uintptr_t>(size_of(args.y_dtype)) == 0;
-  const bool in_place =
-      args.y == args.x || args.y == args.skip || (args.sum && (args.sum == args.x || args.sum == args.skip));
-  return aligned && !in_place && args.rows >= stream_bytes() / row_bytes(args);
 }
 
 // kBlock copies of one element, or of 1 or -0 where there is none: n * 1 is n and n + -0 is n, signs of zeros included.
@@ -129,7 +107,13 @@ struct Block {
 
 struct Job {
   Call call;
-  Functions functions;
+  Stores stores;
+  Functions plain;
+  Functions streaming;
+
+  const Functions& functions(int64_t first_row, int64_t end_row) const {
+    return should_stream(stores, *call.args, first_row, end_row) ? streaming : plain;
+  }
 };
 
 // ---- rows dealt out to threads
@@ -160,7 +144,9 @@ struct DealtJob {
 
   static void task(void* arg, size_t part) {
     DealtJob& self = *static_cast<DealtJob*>(arg);
-    self.job->functions.rows(self.job->call, self.deal, static_cast<int64_t>(part));
+    const Part& own = self.deal.part[part];
+    const int64_t first = part == 0 ? 0 : self.deal.part[part - 1].end;
+    self.job->functions(first, own.end).rows(self.job->call, self.deal, static_cast<int64_t>(part));
   }
 };
 
@@ -178,6 +164,7 @@ bool should_share_rows(const rmsnorm_args& args, const Functions& functions, con
 // A row in pieces of whole spans, a piece a task.
 struct SharedRow {
   const Job* job;
+  const Functions* functions;
   int64_t row;
   int64_t first_span;  // of those now looked at
   int64_t spans;
@@ -195,13 +182,13 @@ struct SharedRow {
   static void squares_task(void* arg, size_t piece) {
     SharedRow& self = *static_cast<SharedRow*>(arg);
     for (int64_t span = self.span_of(piece); span < self.span_of(piece + 1); span++)
-      self.sums[span] = self.job->functions.squares(self.job->call, self.row, self.column(span), self.column(span + 1));
+      self.sums[span] = self.functions->squares(self.job->call, self.row, self.column(span), self.column(span + 1));
   }
 
   static void write_task(void* arg, size_t piece) {
     const SharedRow& self = *static_cast<const SharedRow*>(arg);
     const int64_t from = self.column(self.span_of(piece));
-    self.job->functions.write(self.job->call, self.row, self.squares, from, self.column(self.span_of(piece + 1)));
+    self.functions->write(self.job->call, self.row, self.squares, from, self.column(self.span_of(piece + 1)));
   }
 
   void run(const rmsnorm_parallel& parallel) {
@@ -220,9 +207,10 @@ struct SharedRow {
 
 void run_job(const Job& job, const rmsnorm_parallel* parallel) {
   const rmsnorm_args& args = *job.call.args;
-  if (should_share_rows(args, job.functions, parallel)) {
+  if (should_share_rows(args, job.plain, parallel)) {
     SharedRow shared;
     shared.job = &job;
+    shared.functions = &job.functions(0, args.rows);
     for (shared.row = 0; shared.row < args.rows; shared.row++) shared.run(*parallel);
     return;
   }
@@ -241,14 +229,12 @@ extern "C" rmsnorm_status rmsnorm_cpu(const rmsnorm_args* args, const rmsnorm_pa
   using namespace rmsnorm_simd;
   const rmsnorm_status status = rmsnorm_check(args);
   if (status != RMSNORM_OK || args->rows == 0 || args->width == 0) return status;
-  const bool stream = should_stream(*args);
-  Functions functions = current().load(std::memory_order_relaxed)->functions(*args, stream);
-  if (!functions.rows) functions = generic_rows(*args, stream);
 
   const int32_t dtype = args->scale || args->bias ? args->param_dtype : args->x_dtype;
   Block scale_block;
   Block bias_block;
-  Job job = {{args, args->scale, args->bias, 1, 1}, functions};
+  Job job = {{args, args->scale, args->bias, 1, 1}, stores_for(*args), functions_for(*args, false),
+             functions_for(*args, true)};
   if (!args->scale || args->scale_count != args->width) {
     if (args->scale)
       scale_block.fill(args->scale, size_of(dtype));

@@ -24,6 +24,7 @@ void relax() {
 }
 
 // One job at a time. A worker that finds none spins for a while, since norms come in quick succession, then sleeps.
+// Neither takes a lock while jobs come that quickly.
 class Pool {
  public:
   explicit Pool(int32_t threads) {
@@ -45,22 +46,16 @@ class Pool {
       for (size_t i = 0; i < count; i++) task(arg, i);
       return;
     }
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      task_ = task;
-      arg_ = arg;
-      count_ = count;
-      next_.store(0);
-      open_ = true;
-      generation_.fetch_add(1);
-    }
-    wake_.notify_all();
+    task_ = task;
+    arg_ = arg;
+    count_ = count;
+    next_.store(0);
+    open_.store(true);
+    generation_.fetch_add(1);
+    wake_sleepers();
     drain(task, arg, count);
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      open_ = false;  // a worker that wakes up only now leaves this job alone
-    }
-    while (inside_.load(std::memory_order_acquire) != 0) relax();
+    open_.store(false);  // a worker that comes only now leaves this job alone
+    while (inside_.load() != 0) relax();
     busy_.store(false);
   }
 
@@ -71,27 +66,39 @@ class Pool {
   void work() {
     uint64_t seen = 0;
     for (;;) {
-      for (int i = 0; i < kSpins && generation_.load(std::memory_order_relaxed) == seen; i++) relax();
-      std::unique_lock<std::mutex> lock(mutex_);
-      wake_.wait(lock, [&] { return generation_.load() != seen; });
+      for (int i = 0; i < kSpins && generation_.load() == seen; i++) relax();
+      if (generation_.load() == seen) sleep(seen);
       seen = generation_.load();
-      if (!open_) continue;
+      // In this order: the caller closes a job, and then waits for those inside.
       inside_.fetch_add(1);
-      const rmsnorm_task task = task_;
-      void* const arg = arg_;
-      const size_t count = count_;
-      lock.unlock();
-      drain(task, arg, count);
-      inside_.fetch_sub(1, std::memory_order_release);
+      if (open_.load()) drain(task_, arg_, count_);
+      inside_.fetch_sub(1);
     }
+  }
+
+  // Until there is another generation. Whoever makes one looks for sleepers afterwards, and whoever sleeps looks at the
+  // generation after it has said so: one of them sees the other.
+  void sleep(uint64_t seen) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    sleepers_.fetch_add(1);
+    wake_.wait(lock, [&] { return generation_.load() != seen; });
+    sleepers_.fetch_sub(1);
+  }
+
+  void wake_sleepers() {
+    if (sleepers_.load() == 0) return;
+    { const std::lock_guard<std::mutex> lock(mutex_); }
+    wake_.notify_all();
   }
 
   rmsnorm_parallel handle_;
   std::atomic<bool> busy_{false};
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::atomic<uint64_t> generation_{0};
-  bool open_ = false;
+  std::atomic<int> sleepers_{0};
+  alignas(128) std::atomic<uint64_t> generation_{0};  // on lines of its own: all workers watch it
+  alignas(128) std::atomic<bool> open_{false};
+  // Of the job: written before it is opened, and not again before nobody is inside.
   rmsnorm_task task_ = nullptr;
   void* arg_ = nullptr;
   size_t count_ = 0;
