@@ -233,7 +233,9 @@ extern "C" rmsnorm_status rmsnorm_cpu(const rmsnorm_args* args, const rmsnorm_pa
   const int32_t dtype = args->scale || args->bias ? args->param_dtype : args->x_dtype;
   Block scale_block;
   Block bias_block;
-  Job job = {{args, args->scale, args->bias, 1, 1}, stores_for(*args), functions_for(*args, false),
+  Job job = {{args, args->scale, args->bias, 1, 1},
+             stores_for(*args),
+             functions_for(*args, false),
              functions_for(*args, true)};
   if (!args->scale || args->scale_count != args->width) {
     if (args->scale)

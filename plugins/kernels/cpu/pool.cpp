@@ -87,7 +87,9 @@ class Pool {
 
   void wake_sleepers() {
     if (sleepers_.load() == 0) return;
-    { const std::lock_guard<std::mutex> lock(mutex_); }
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+    }
     wake_.notify_all();
   }
 

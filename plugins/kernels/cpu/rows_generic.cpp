@@ -35,24 +35,22 @@ struct Narrowed {
 
   static void run(const Call& call, Deal& deal, int64_t part) {
     Taker taker(deal, part);
-    while (taker.take()) run_rows(call, taker.begin, taker.end);
+    while (taker.next()) run_row(call, taker.row);
   }
 
-  static void run_rows(const Call& call, int64_t begin, int64_t end) {
+  static void run_row(const Call& call, int64_t row) {
     const rmsnorm_args& args = *call.args;
     const double* scale = static_cast<const double*>(call.scale);
     const double* bias = static_cast<const double*>(call.bias);
     const bool after = args.scale_order == RMSNORM_AFTER_CAST;
-    for (int64_t row = begin; row < end; row++) {
-      const float r = root_of(args, row);
-      for (int64_t i = 0; i < args.width; i++) {
-        const double x = input(args, row, i);
-        if (args.sum) static_cast<double*>(args.sum)[row * args.sum_stride + i] = x;
-        const double s = scale[call.scale_step ? i : 0];
-        const double b = bias[call.bias_step ? i : 0];
-        static_cast<double*>(args.y)[row * args.y_stride + i] =
-            finish(static_cast<float>(x) / r, s, b, after, args.bias != nullptr);
-      }
+    const float r = root_of(args, row);
+    for (int64_t i = 0; i < args.width; i++) {
+      const double x = input(args, row, i);
+      if (args.sum) static_cast<double*>(args.sum)[row * args.sum_stride + i] = x;
+      const double s = scale[call.scale_step ? i : 0];
+      const double b = bias[call.bias_step ? i : 0];
+      static_cast<double*>(args.y)[row * args.y_stride + i] =
+          finish(static_cast<float>(x) / r, s, b, after, args.bias != nullptr);
     }
   }
 };

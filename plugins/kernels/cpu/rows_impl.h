@@ -204,22 +204,23 @@ struct Taker {
   int64_t part;
   int64_t parts_left;
   int64_t worth;  // a part with fewer rows left is left alone
-  int64_t begin;
+  int64_t row;    // the one to do now, and the end of those taken
   int64_t end;
 
-  Taker(Deal& of, int64_t first) : deal(&of), part(first), parts_left(of.parts), worth(1), begin(0), end(0) {}
+  Taker(Deal& of, int64_t first) : deal(&of), part(first), parts_left(of.parts), worth(1), row(-1), end(0) {}
 
-  // Whether there are any more; those from begin on.
+  // Goes on to another row, if there is one.
+  bool next() { return ++row < end || take(); }
+
   bool take() {
     for (; parts_left > 0; parts_left--, part = part + 1 < deal->parts ? part + 1 : 0, worth = deal->worth) {
       Part& from = deal->part[part];
-      begin = __atomic_load_n(&from.next, __ATOMIC_RELAXED);
-      while (from.end - begin >= worth) {
-        const int64_t left = from.end - begin;
+      row = __atomic_load_n(&from.next, __ATOMIC_RELAXED);
+      while (from.end - row >= worth) {
+        const int64_t left = from.end - row;
         const int64_t some = left / 8 > deal->least ? left / 8 : deal->least;
-        end = some < left ? begin + some : from.end;
-        if (__atomic_compare_exchange_n(&from.next, &begin, end, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
-          return true;
+        end = some < left ? row + some : from.end;
+        if (__atomic_compare_exchange_n(&from.next, &row, end, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return true;
       }
     }
     return false;
@@ -503,22 +504,19 @@ struct Rows {
   static void run(const Call& call, Deal& deal, int64_t part) {
     const int64_t width = call.args->width;
     Taker taker(deal, part);
+    if (!taker.next()) return;
     if (kWiden && width > kTile) {
-      while (taker.take()) {
-        for (int64_t at = taker.begin; at < taker.end; at++) {
-          const Row row = row_at(call, at);
-          write_tiles(call, row, formula_for(call, squares(row, 0, width)), 0, width);
-        }
-      }
-    } else if (taker.take()) {
+      do {
+        const Row row = row_at(call, taker.row);
+        write_tiles(call, row, formula_for(call, squares(row, 0, width)), 0, width);
+      } while (taker.next());
+    } else {
       Space space;
       const Params<Param> params = params_at(call, 0, width, &space);
       do {
-        for (int64_t at = taker.begin; at < taker.end; at++) {
-          const Row row = row_at(call, at);
-          write(row, formula_for(call, squares(row, 0, width)), params, width);
-        }
-      } while (taker.take());
+        const Row row = row_at(call, taker.row);
+        write(row, formula_for(call, squares(row, 0, width)), params, width);
+      } while (taker.next());
     }
     if (kStream) V::fence();
   }
