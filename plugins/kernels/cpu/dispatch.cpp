@@ -105,14 +105,17 @@ struct Block {
   }
 };
 
+// All that is the same for every task, in one place: threads read it from the cache of the core that wrote it, and then
+// wait for its lines once and not once for each pointer.
 struct Job {
+  rmsnorm_args args;
   Call call;
   Stores stores;
   Functions plain;
   Functions streaming;
 
   const Functions& functions(int64_t first_row, int64_t end_row) const {
-    return should_stream(stores, *call.args, first_row, end_row) ? streaming : plain;
+    return should_stream(stores, args, first_row, end_row) ? streaming : plain;
   }
 };
 
@@ -125,19 +128,20 @@ constexpr int64_t kTakeBytes = int64_t{16} << 10;
 // Rows of fewer bytes are not worth bringing them from another core's cache, and back with the next call.
 constexpr int64_t kHelpBytes = int64_t{64} << 10;
 
-struct DealtJob {
-  const Job* job;
+struct alignas(64) DealtJob {
+  Job job;
   Deal deal;
 
-  DealtJob(const Job& of, int64_t threads) : job(&of) {
-    const int64_t rows = of.call.args->rows;
-    deal.least = kTakeBytes / row_bytes(*of.call.args) + 1;
-    deal.worth = kHelpBytes / row_bytes(*of.call.args) + 1;
+  DealtJob(const Job& of, int64_t threads) : job(of) {
+    job.call.args = &job.args;
+    const int64_t rows = job.args.rows;
+    deal.least = kTakeBytes / row_bytes(job.args) + 1;
+    deal.worth = kHelpBytes / row_bytes(job.args) + 1;
     const int64_t pieces = (rows + deal.least - 1) / deal.least;
     const int64_t most = threads < kMostParts ? threads : kMostParts;
     deal.parts = pieces < most ? pieces : most;
     for (int64_t i = 0; i < deal.parts; i++) {
-      deal.part[i].next = i == 0 ? 0 : deal.part[i - 1].end;
+      deal.part[i].begin = deal.part[i].next = rows * i / deal.parts;
       deal.part[i].end = rows * (i + 1) / deal.parts;
     }
   }
@@ -145,8 +149,7 @@ struct DealtJob {
   static void task(void* arg, size_t part) {
     DealtJob& self = *static_cast<DealtJob*>(arg);
     const Part& own = self.deal.part[part];
-    const int64_t first = part == 0 ? 0 : self.deal.part[part - 1].end;
-    self.job->functions(first, own.end).rows(self.job->call, self.deal, static_cast<int64_t>(part));
+    self.job.functions(own.begin, own.end).rows(self.job.call, self.deal, static_cast<int64_t>(part));
   }
 };
 
@@ -206,7 +209,7 @@ struct SharedRow {
 };
 
 void run_job(const Job& job, const rmsnorm_parallel* parallel) {
-  const rmsnorm_args& args = *job.call.args;
+  const rmsnorm_args& args = job.args;
   if (should_share_rows(args, job.plain, parallel)) {
     SharedRow shared;
     shared.job = &job;
@@ -233,7 +236,8 @@ extern "C" rmsnorm_status rmsnorm_cpu(const rmsnorm_args* args, const rmsnorm_pa
   const int32_t dtype = args->scale || args->bias ? args->param_dtype : args->x_dtype;
   Block scale_block;
   Block bias_block;
-  Job job = {{args, args->scale, args->bias, 1, 1},
+  Job job = {*args,
+             {args, args->scale, args->bias, 1, 1},
              stores_for(*args),
              functions_for(*args, false),
              functions_for(*args, true)};

@@ -39,6 +39,7 @@ constexpr int64_t kMostParts = 64;
 
 struct Part {
   alignas(128) int64_t next;  // the first row that nobody has taken; all tasks change it
+  int64_t begin;
   int64_t end;
 };
 
