@@ -105,14 +105,15 @@ struct Block {
   }
 };
 
-// All that is the same for every task, in one place: threads read it from the cache of the core that wrote it, and then
-// wait for its lines once and not once for each pointer.
-struct Job {
+// One call. All that is the same for every task lies in one place: threads read it from the cache of the core that
+// wrote it, and then wait for its lines once and not once for each pointer.
+struct alignas(64) Job {
   rmsnorm_args args;
   Call call;
   Stores stores;
   Functions plain;
   Functions streaming;
+  Deal deal;
 
   const Functions& functions(int64_t first_row, int64_t end_row) const {
     return should_stream(stores, args, first_row, end_row) ? streaming : plain;
@@ -128,30 +129,25 @@ constexpr int64_t kTakeBytes = int64_t{16} << 10;
 // Rows of fewer bytes are not worth bringing them from another core's cache, and back with the next call.
 constexpr int64_t kHelpBytes = int64_t{64} << 10;
 
-struct alignas(64) DealtJob {
-  Job job;
-  Deal deal;
-
-  DealtJob(const Job& of, int64_t threads) : job(of) {
-    job.call.args = &job.args;
-    const int64_t rows = job.args.rows;
-    deal.least = kTakeBytes / row_bytes(job.args) + 1;
-    deal.worth = kHelpBytes / row_bytes(job.args) + 1;
-    const int64_t pieces = (rows + deal.least - 1) / deal.least;
-    const int64_t most = threads < kMostParts ? threads : kMostParts;
-    deal.parts = pieces < most ? pieces : most;
-    for (int64_t i = 0; i < deal.parts; i++) {
-      deal.part[i].begin = deal.part[i].next = rows * i / deal.parts;
-      deal.part[i].end = rows * (i + 1) / deal.parts;
-    }
+void deal_rows(Job& job, int64_t threads) {
+  Deal& deal = job.deal;
+  const int64_t rows = job.args.rows;
+  deal.least = kTakeBytes / row_bytes(job.args) + 1;
+  deal.worth = kHelpBytes / row_bytes(job.args) + 1;
+  const int64_t pieces = (rows + deal.least - 1) / deal.least;
+  const int64_t most = threads < kMostParts ? threads : kMostParts;
+  deal.parts = pieces < most ? pieces : most;
+  for (int64_t i = 0; i < deal.parts; i++) {
+    deal.part[i].begin = deal.part[i].next = rows * i / deal.parts;
+    deal.part[i].end = rows * (i + 1) / deal.parts;
   }
+}
 
-  static void task(void* arg, size_t part) {
-    DealtJob& self = *static_cast<DealtJob*>(arg);
-    const Part& own = self.deal.part[part];
-    self.job.functions(own.begin, own.end).rows(self.job.call, self.deal, static_cast<int64_t>(part));
-  }
-};
+void rows_task(void* arg, size_t part) {
+  Job& job = *static_cast<Job*>(arg);
+  const Part& own = job.deal.part[part];
+  job.functions(own.begin, own.end).rows(job.call, job.deal, static_cast<int64_t>(part));
+}
 
 // ---- rows so long that threads share each
 
@@ -208,7 +204,7 @@ struct SharedRow {
   }
 };
 
-void run_job(const Job& job, const rmsnorm_parallel* parallel) {
+void run_job(Job& job, const rmsnorm_parallel* parallel) {
   const rmsnorm_args& args = job.args;
   if (should_share_rows(args, job.plain, parallel)) {
     SharedRow shared;
@@ -218,11 +214,11 @@ void run_job(const Job& job, const rmsnorm_parallel* parallel) {
     return;
   }
   const bool alone = args.rows < kShareBytes / row_bytes(args) + 1;
-  DealtJob dealt(job, alone ? 1 : threads_of(parallel));
-  if (dealt.deal.parts == 1)
-    DealtJob::task(&dealt, 0);
+  deal_rows(job, alone ? 1 : threads_of(parallel));
+  if (job.deal.parts == 1)
+    rows_task(&job, 0);
   else
-    parallel->parallel_for(parallel->pool, DealtJob::task, &dealt, static_cast<size_t>(dealt.deal.parts));
+    parallel->parallel_for(parallel->pool, rows_task, &job, static_cast<size_t>(job.deal.parts));
 }
 
 }  // namespace
@@ -236,11 +232,12 @@ extern "C" rmsnorm_status rmsnorm_cpu(const rmsnorm_args* args, const rmsnorm_pa
   const int32_t dtype = args->scale || args->bias ? args->param_dtype : args->x_dtype;
   Block scale_block;
   Block bias_block;
-  Job job = {*args,
-             {args, args->scale, args->bias, 1, 1},
-             stores_for(*args),
-             functions_for(*args, false),
-             functions_for(*args, true)};
+  Job job;
+  job.args = *args;
+  job.call = {&job.args, args->scale, args->bias, 1, 1};
+  job.stores = stores_for(*args);
+  job.plain = functions_for(*args, false);
+  job.streaming = job.stores == Stores::kPlain ? job.plain : functions_for(*args, true);
   if (!args->scale || args->scale_count != args->width) {
     if (args->scale)
       scale_block.fill(args->scale, size_of(dtype));
