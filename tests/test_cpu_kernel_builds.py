@@ -48,7 +48,9 @@ def compile_check(compiler: str, folder: Path, sources: dict[str, list[str]], *f
     return program
 
 
-SHARED = {"check.cpp": [], "dispatch.cpp": [], "pool.cpp": [], "rows_generic.cpp": []}
+SHARED: dict[str, list[str]] = {
+    name: [] for name in ("check.cpp", "dispatch.cpp", "pool.cpp", "rows_generic.cpp", "stores.cpp")
+}
 
 
 @pytest.mark.slow

@@ -113,12 +113,27 @@ struct alignas(64) Job {
   Stores stores;
   Functions plain;
   Functions streaming;
+  std::thread::id caller;
+  std::atomic<bool> helped;  // by another thread
   Deal deal;
 
   const Functions& functions(int64_t first_row, int64_t end_row) const {
     return should_stream(stores, args, first_row, end_row) ? streaming : plain;
   }
 };
+
+// How many calls in a row no other thread has helped with: a pool may have threads, and does not say.
+std::atomic<int> unhelped_calls{0};
+constexpr int kUnhelpedCalls = 16;
+
+void count_help(bool helped) {
+  if (helped)
+    unhelped_calls.store(0, std::memory_order_relaxed);
+  else if (unhelped_calls.load(std::memory_order_relaxed) < kUnhelpedCalls)
+    unhelped_calls.fetch_add(1, std::memory_order_relaxed);
+}
+
+bool usually_helped() { return unhelped_calls.load(std::memory_order_relaxed) < kUnhelpedCalls; }
 
 // ---- rows dealt out to threads
 
@@ -146,6 +161,7 @@ void deal_rows(Job& job, int64_t threads) {
 void rows_task(void* arg, size_t part) {
   Job& job = *static_cast<Job*>(arg);
   const Part& own = job.deal.part[part];
+  if (part > 0 && std::this_thread::get_id() != job.caller) job.helped.store(true, std::memory_order_relaxed);
   job.functions(own.begin, own.end).rows(job.call, job.deal, static_cast<int64_t>(part));
 }
 
@@ -215,10 +231,12 @@ void run_job(Job& job, const rmsnorm_parallel* parallel) {
   }
   const bool alone = args.rows < kShareBytes / row_bytes(args) + 1;
   deal_rows(job, alone ? 1 : threads_of(parallel));
-  if (job.deal.parts == 1)
+  if (job.deal.parts == 1) {
     rows_task(&job, 0);
-  else
-    parallel->parallel_for(parallel->pool, rows_task, &job, static_cast<size_t>(job.deal.parts));
+    return;
+  }
+  parallel->parallel_for(parallel->pool, rows_task, &job, static_cast<size_t>(job.deal.parts));
+  count_help(job.helped.load(std::memory_order_relaxed));
 }
 
 }  // namespace
@@ -235,9 +253,11 @@ extern "C" rmsnorm_status rmsnorm_cpu(const rmsnorm_args* args, const rmsnorm_pa
   Job job;
   job.args = *args;
   job.call = {&job.args, args->scale, args->bias, 1, 1};
-  job.stores = stores_for(*args);
+  job.stores = stores_for(*args, threads_of(parallel) > 1 && usually_helped());
   job.plain = functions_for(*args, false);
   job.streaming = job.stores == Stores::kPlain ? job.plain : functions_for(*args, true);
+  job.caller = std::this_thread::get_id();
+  job.helped = false;
   if (!args->scale || args->scale_count != args->width) {
     if (args->scale)
       scale_block.fill(args->scale, size_of(dtype));

@@ -70,7 +70,9 @@ bool in_no_cache(const rmsnorm_args& args, int64_t first_row, int64_t end_row) {
 
 }  // namespace
 
-Stores stores_for(const rmsnorm_args& args) {
+Stores stores_for(const rmsnorm_args& args, bool helped) {
+  // One thread alone computes half types for longer than memory takes.
+  if (!helped && size_of(args.x_dtype) == 2) return Stores::kPlain;
   const bool aligned = reinterpret_cast<uintptr_t>(args.y) % static_cast<uintptr_t>(size_of(args.y_dtype)) == 0;
   const bool in_place =
       args.y == args.x || args.y == args.skip || (args.sum && (args.sum == args.x || args.sum == args.skip));

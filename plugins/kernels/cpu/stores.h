@@ -13,7 +13,8 @@ enum class Stores {
   kAskMemory,  // past the caches where the output is in none of them
 };
 
-Stores stores_for(const rmsnorm_args& args);
+// helped: whether several threads share the rows.
+Stores stores_for(const rmsnorm_args& args, bool helped);
 
 // For some rows of the call, which one thread is going to write.
 bool should_stream(Stores stores, const rmsnorm_args& args, int64_t first_row, int64_t end_row);
