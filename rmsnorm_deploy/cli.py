@@ -29,6 +29,7 @@ from rmsnorm_deploy.errors import (
     DeployError,
     InputError,
 )
+from rmsnorm_deploy.spoken import spoken
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -196,5 +197,5 @@ def _fail(message: str, status: int, debug: bool) -> int:
 
 
 def one_line(text: str) -> str:
-    """``text`` with every run of white space as one space."""
-    return re.sub(r"\s+", " ", text).strip()
+    """``text`` with every run of white space as one space, and folders as they are spoken of."""
+    return re.sub(r"\s+", " ", spoken(text)).strip()

@@ -5,6 +5,8 @@ A message is one line: what is wrong, with which input, and what to do about it.
 
 from __future__ import annotations
 
+from rmsnorm_deploy.spoken import spoken
+
 EXIT_OK = 0
 EXIT_PARITY = 1
 EXIT_INPUT = 2
@@ -19,6 +21,9 @@ class DeployError(Exception):
     """Base of all refusals; ``exit_code`` is the status of a command that ends with it."""
 
     exit_code = EXIT_INPUT
+
+    def __init__(self, message: str) -> None:
+        super().__init__(spoken(message))
 
 
 class InputError(DeployError):

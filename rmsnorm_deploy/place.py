@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rmsnorm_deploy.errors import DeployError, InputError
+from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.spoken import forget, speak_of
 
 MANIFEST = "manifest.json"  # what makes a folder a bundle
 
@@ -62,8 +63,9 @@ def new_bundle(path: Path, *, replace: bool) -> Iterator[Path]:
         try:
             partial = holder / place.name
             partial.mkdir()
-            with _named(partial, path):
-                yield partial
+            speak_of(partial, path)
+            yield partial
+            forget(partial)
             _take_place(partial, place, holder / "replaced", replace)
         finally:
             shutil.rmtree(holder, ignore_errors=True)
@@ -71,17 +73,6 @@ def new_bundle(path: Path, *, replace: bool) -> Iterator[Path]:
                 _remove_empty(parents)
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror or error}") from error
-
-
-@contextmanager
-def _named(partial: Path, path: Path) -> Iterator[None]:
-    """A refusal on the way names the place that was asked for, not the hidden folder that is written first."""
-    try:
-        yield
-    except DeployError as error:
-        if str(partial) not in str(error):
-            raise
-        raise type(error)(str(error).replace(str(partial), str(path))) from error
 
 
 def _take_place(partial: Path, place: Path, aside: Path, replace: bool) -> None:

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from rmsnorm_deploy import export_model
-from rmsnorm_deploy.errors import BackendUnavailable, InputError
+from rmsnorm_deploy.cli import run_command
+from rmsnorm_deploy.errors import EXIT_FAULT, BackendUnavailable, InputError
+from rmsnorm_deploy.parity.scratch import Scratch
 from rmsnorm_deploy.place import MANIFEST, check_place, new_bundle
+from rmsnorm_deploy.runtime.optional import one_line
 
 
 def fill(place: Path, text: str, *, replace: bool = False, meanwhile: Callable[[], None] = lambda: None) -> None:
@@ -84,6 +87,38 @@ def test_a_refusal_names_the_place_that_was_asked_for(tmp_path: Path) -> None:
     with pytest.raises(BackendUnavailable) as caught:
         fill(tmp_path / "b", "half", meanwhile=refuse)
     assert str(caught.value) == f"cannot write {tmp_path}/b/report.html: No space left on device"
+
+
+def test_nothing_written_or_said_names_the_folder_that_is_written_first(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.RMSNorm(8), torch.nn.Linear(8, 8)).bfloat16()  # no product on the CPU
+    example = (torch.randn(3, 8, dtype=torch.bfloat16),)
+    bundle = export_model(model, example, out_dir=tmp_path / "b", check=True, benchmark=True)
+    written = {path.name: path.read_bytes() for path in bundle.path.iterdir()}
+    assert f"cannot load {tmp_path}/b/model.onnx".encode() in written["parity.json"]
+    assert [name for name, content in written.items() if f"{tmp_path}/.b.".encode() in content] == []
+
+
+def test_an_error_cut_to_its_first_part_names_no_part_of_the_folder_that_is_written_first(tmp_path: Path) -> None:
+    with new_bundle(tmp_path / "b", replace=False) as folder:
+        for fill_up in range(340, 400):
+            assert ".b." not in one_line(RuntimeError("x" * fill_up + f" {folder}/model.onnx failed"))
+
+
+def test_a_fault_of_the_program_itself_names_the_place_that_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(_: list[str]) -> int:
+        with new_bundle(tmp_path / "b", replace=False) as folder:
+            raise RuntimeError(f"cannot read {folder}/model.onnx")
+
+    assert run_command([], command) == EXIT_FAULT
+    assert f"internal fault, RuntimeError: cannot read {tmp_path}/b/model.onnx;" in capsys.readouterr().err
+
+
+def test_a_model_made_on_the_side_is_not_named_by_a_folder_that_vanishes() -> None:
+    with Scratch() as scratch:
+        said = str(InputError(f"cannot load {scratch.path}/1/model.onnx"))
+    assert said == "cannot load (made on the side)/1/model.onnx"
 
 
 def test_an_empty_folder_and_a_link_to_one_are_filled(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from rmsnorm_deploy.bundle import Bundle, open_bundle
 from rmsnorm_deploy.cli import Parser, run_command
 from rmsnorm_deploy.errors import EXIT_OK, InputError
 from rmsnorm_deploy.runtime.engines import EngineRecord, checked_bytes, read_engines
+from rmsnorm_deploy.spoken import forget, speak_of
 
 TYPES = {
     "float32": "TYPE_FP32",
@@ -52,6 +53,7 @@ def write_repository(bundle: Bundle, repository: Path, name: str, engine: str | 
     repository.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=repository) as scratch:
         made = Path(scratch) / name  # the server may be watching: the folder appears whole
+        speak_of(made, folder)
         version = made / "1"
         version.mkdir(parents=True)
         if plan is None:
@@ -60,6 +62,7 @@ def write_repository(bundle: Bundle, repository: Path, name: str, engine: str | 
             (version / "model.plan").write_bytes(plan)
         (made / "config.pbtxt").write_text(config(bundle.manifest, name, record), encoding="utf-8")
         made.rename(folder)
+        forget(made)
     return _server_options(repository, record)
 
 

@@ -31,6 +31,7 @@ from rmsnorm_deploy.fusion import FusionResult, fuse
 from rmsnorm_deploy.load import Source, load_source, prepare_module, to_cpu
 from rmsnorm_deploy.load.onnx_file import check_in_memory
 from rmsnorm_deploy.place import check_place, new_bundle
+from rmsnorm_deploy.spoken import spoken
 
 Progress = Callable[[str], AbstractContextManager[object]]
 DEFAULT_OPSET = 18
@@ -188,7 +189,7 @@ def _invalid(path: Path) -> str | None:
     try:
         onnx.checker.check_model(str(path), full_check=False)
     except onnx.checker.ValidationError as error:
-        return str(error).strip().splitlines()[0]
+        return spoken(str(error)).strip().splitlines()[0]
     return None
 
 

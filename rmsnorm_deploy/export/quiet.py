@@ -8,12 +8,14 @@ import logging
 import warnings
 from collections.abc import Iterator
 
+from rmsnorm_deploy.spoken import spoken
+
 
 def reason(error: BaseException) -> str:
     """The innermost cause, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in spoken(str(error)).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 

@@ -30,6 +30,7 @@ from rmsnorm_deploy.parity.operators import OWN_OPERATORS
 from rmsnorm_deploy.parity.ort_operator import DTYPE_ATTRIBUTES, stand_ins
 from rmsnorm_deploy.parity.ort_options import options_with
 from rmsnorm_deploy.parity.ulp import Array
+from rmsnorm_deploy.runtime.optional import one_line
 
 _NARROW = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 _NARROW_CODES = {int(dtype) for dtype in _NARROW}
@@ -99,7 +100,7 @@ class OnnxProgram:
         try:
             return list(self._run(None, wide))
         except _run_errors() as error:
-            raise InputError(f"the model does not run in float64: {' '.join(str(error).split())[:400]}") from error
+            raise InputError(f"the model does not run in float64: {one_line(error)}") from error
 
 
 def lift(model: ir.Model) -> dict[str, Array]:

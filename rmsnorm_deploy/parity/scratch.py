@@ -20,6 +20,7 @@ from rmsnorm_deploy.parity.extract import Graph, ending_at, with_outputs
 from rmsnorm_deploy.parity.ort_options import options_with
 from rmsnorm_deploy.parity.ulp import Array
 from rmsnorm_deploy.runtime.optional import native_library
+from rmsnorm_deploy.spoken import forget, speak_of
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +91,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="rmsnorm_deploy-"))
+        speak_of(self.path, "(made on the side)")
         self._count = 0
         self._files: dict[Path, Array] = {}  # sessions read them as long as they live
 
@@ -100,6 +102,8 @@ class Scratch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+        if error is None:
+            forget(self.path)
 
     def tapped(self, graph: Graph, manifest: Mapping[str, Any], dtypes: Mapping[str, str]) -> ModelFile:
         """The model of ``graph``, which gives the values named in ``dtypes`` too."""

@@ -7,6 +7,7 @@ import types
 from pathlib import Path
 
 from rmsnorm_deploy.errors import BackendUnavailable
+from rmsnorm_deploy.spoken import spoken
 
 
 def load_module(name: str, install: str) -> types.ModuleType:
@@ -34,5 +35,5 @@ def native_library(kind: str) -> Path | None:
 
 def one_line(error: BaseException) -> str:
     """The text of an error of somebody else's, on one line and of bounded length."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(spoken(str(error)).split()) or type(error).__name__
     return text if len(text) <= 400 else text[:397] + "..."
