@@ -18,6 +18,7 @@ from rmsnorm_deploy.export.torchscript_ops import register_rms_norm
 from rmsnorm_deploy.export.traced import Traced
 from rmsnorm_deploy.export.weights import merge_tied
 from rmsnorm_deploy.load import Source, refused_call
+from rmsnorm_deploy.load.quantized import CURE
 
 
 def from_onnx(path: Path | ir.Model, source: Source) -> Traced:
@@ -73,8 +74,9 @@ def from_torchscript(source: Source, opset: int) -> Traced:
                 do_constant_folding=False,
             )
     except Exception as error:  # the exporter raises failures of any kind
+        cure = f": it is quantized, {CURE}" if "quantized::" in str(error) else ""
         raise InputError(
-            refused_call(source) or f"PyTorch can't write the TorchScript model as ONNX: {reason(error)}"
+            refused_call(source) or f"PyTorch can't write the TorchScript model as ONNX: {reason(error)}{cure}"
         ) from error
     proto = onnx.shape_inference.infer_shapes(onnx.load_from_string(buffer.getvalue()))
     traced = from_onnx(ir.from_proto(proto), source)

@@ -35,6 +35,7 @@ from rmsnorm_deploy.export.weights import merge_tied
 from rmsnorm_deploy.load import Source, refused_call
 from rmsnorm_deploy.load.infer import first_layer
 from rmsnorm_deploy.load.prepare import structural_copy
+from rmsnorm_deploy.load.quantized import quantized_modules
 
 MIN_TORCH_OPSET = 18
 _BULKY_METADATA = (
@@ -76,6 +77,9 @@ def _from_module(source: Source, opset: int) -> Traced:
         except _Refused as refused:
             first = first or refused
     assert first is not None
+    quantized = quantized_modules(source.model)
+    if quantized is not None:
+        raise InputError(f"{type(source.model).__name__} can't be exported, {quantized} ({first})") from first.__cause__
     raise InputError(refused_call(source) or str(first)) from first.__cause__
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.load.pickles import LOAD_ERRORS
+from rmsnorm_deploy.load.quantized import CURE
 from rmsnorm_deploy.load.sniff import refuse_foreign
 from rmsnorm_deploy.load.specs import TensorSpec
 
@@ -211,7 +212,8 @@ def _from_pretrained(
     try:
         model, info = model_class.from_pretrained(folder, **options)
     except (*LOAD_ERRORS, SafetensorError) as error:
-        raise InputError(f"{path}: {_why(error)}") from error
+        quantized = getattr(config, "quantization_config", None) is not None
+        raise InputError(f"{path}: {_why(error)}{f'; it is quantized: {CURE}' if quantized else ''}") from error
     for key, what in (("missing_keys", "are missing"), ("mismatched_keys", "have another shape than the config says")):
         if info.get(key):
             bad = sorted(map(str, info[key]))

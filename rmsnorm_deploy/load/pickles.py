@@ -16,6 +16,7 @@ from torch.serialization import safe_globals
 
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.load.advice import advice
+from rmsnorm_deploy.load.quantized import CURE, is_quantized_class
 from rmsnorm_deploy.load.trust import Trust, is_forbidden
 
 _ALWAYS = torch._weights_only_unpickler._get_allowed_globals
@@ -53,6 +54,9 @@ def allow(path: Path, names: set[str], trust: Trust) -> list[Callable[..., Any] 
     """torch's list of safe globals for the names that a pickle uses; InputError when one of them is not allowed."""
     unknown = {name: trust.resolve(name) for name in sorted(names - set(_ALWAYS()))}
     missing = [name for name, found in unknown.items() if found is None]
+    quantized = [name for name in missing if is_quantized_class(name)]
+    if quantized:
+        raise InputError(f"{path}: a quantized model, with {quantized[0]}: {CURE}")
     evil = [name for name in missing if is_forbidden(name)]
     if evil:
         raise InputError(
