@@ -364,14 +364,90 @@ def test_half_types_are_straightened_alike(tmp_path: Path) -> None:
     same(bundle, model.half(), inputs, unit=2.0**-14)
 
 
-def test_masks_of_minus_infinity_stay_as_they_are(tmp_path: Path) -> None:
+def weighing(axes: str, batch: int, seq: int) -> Tensor:
+    """A mask of floats that hides all keys from some queries, as ``mask`` does."""
+    seen = mask(axes, batch, seq)
+    return torch.where(seen, torch.randn(seen.shape), -math.inf)
+
+
+@pytest.mark.parametrize(
+    ("axes", "groups"), [("b1qk", 2), ("b1qk", 6), ("b11k", 1), ("bhqk", 2), ("qk", 2), ("hqk", 2), ("b1q1", 2)]
+)
+def test_a_query_from_which_minus_infinity_hides_all_keys_gets_nan(axes: str, groups: int, tmp_path: Path) -> None:
+    model = Attention(masked, groups=groups)
+    bundle, ops = export(model, (*EXAMPLE, weighing(axes, 2, 5)), tmp_path)
+    assert ops["ReduceMax"] == 1
+    calls = [(*rows(*shape), weighing(axes, *shape)) for shape in SHAPES]
+    same(bundle, model, calls)
+    session = bundle.session("onnxruntime")
+    for x, numbers in calls[:4]:
+        blind = numbers.isneginf().all(-1, keepdim=True).expand(x.shape[0], 6, x.shape[1], SIZE)
+        assert blind.any()
+        assert (session(x, numbers)[0][blind] == 0).all()
+
+
+def test_a_row_of_the_least_finite_number_gets_zero_in_place_of_the_mean(tmp_path: Path) -> None:
     model = Attention(masked)
 
     def call(batch: int, seq: int) -> tuple[Tensor, Tensor]:
-        seen = torch.rand(batch, 1, seq, seq) > 0.4
-        seen[..., :1] = True
-        return (*rows(batch, seq), torch.where(seen, 0.0, -math.inf))
+        numbers = weighing("b1qk", batch, seq)
+        return (*rows(batch, seq), numbers.masked_fill(numbers.isneginf(), torch.finfo(torch.float32).min))
 
-    bundle, ops = export(model, call(2, 5), tmp_path)
-    assert ops["Repeat"] == 0
-    same(bundle, model, [call(*shape) for shape in SHAPES])
+    bundle, _ = export(model, call(2, 5), tmp_path)
+    for x, numbers in (call(*shape) for shape in SHAPES[:4]):  # PyTorch in float64 would not lose the scores beside it
+        expected = model(x, numbers)
+        torch.testing.assert_close(bundle.session("onnxruntime")(x, numbers)[0], expected, rtol=0, atol=2e-5)
+
+
+def test_a_nan_in_queries_and_values_is_lost_where_minus_infinity_hides_all_keys(tmp_path: Path) -> None:
+    class Bare(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, numbers: Tensor) -> Tensor:
+            return sdpa(q, k, v, attn_mask=numbers)
+
+    q, k, v = torch.randn(3, 2, 3, 5, SIZE)
+    numbers = weighing("b1qk", 2, 5)
+    numbers[0, 0, :3] = -math.inf
+    names = ("q", "k", "v", "numbers")
+    bundle, _ = export(Bare(), (q, k, v, numbers), tmp_path, dynamic_shapes={name: {} for name in names})
+    q[0, :, 1], q[0, :, 2] = math.nan, math.inf
+    v[:, 0, 0, :2] = torch.tensor([math.nan, math.inf])
+    (found,), expected = bundle.session("onnxruntime")(q, k, v, numbers), Bare()(q, k, v, numbers)
+    assert (expected[0, 1, 0] == 0).all()
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5, equal_nan=True)
+
+
+def test_pytorchs_own_layer_gives_nan_for_a_sequence_of_padding_alone(tmp_path: Path) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.attention = nn.RMSNorm(WIDTH), nn.MultiheadAttention(WIDTH, 3, batch_first=True)
+
+        def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+            y, numbers = self.norm(x), torch.zeros(x.shape[:2], dtype=x.dtype).masked_fill(padding, -math.inf)
+            result: Tensor = self.attention(y, y, y, key_padding_mask=numbers, need_weights=False)[0]
+            return x + result
+
+    model, padding = Layer().eval(), torch.tensor([[False] * 3 + [True] * 2, [True] * 5])
+    bundle, _ = export(model, (*EXAMPLE, padding), tmp_path)
+    assert torch.isfinite(bundle.session("onnxruntime")(*EXAMPLE, padding)[0]).all()
+    same(bundle, model, [(*EXAMPLE, padding), (*EXAMPLE, ~padding)])
+
+
+def finite(m: Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Any:
+    return m.out(sdpa(q, m.repeated(k), m.repeated(v), attn_mask=torch.where(seen, 0.0, -9.0)[:, None]))
+
+
+def tilted(m: Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Any:
+    return m.out(sdpa(q, m.repeated(k), m.repeated(v), attn_mask=seen[:, None].to(q.dtype)))
+
+
+def first(m: Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Any:
+    return m.out(sdpa(q * seen.sum(), m.repeated(k), m.repeated(v), is_causal=True))
+
+
+@pytest.mark.parametrize("attend", [finite, tilted, first], ids=lambda f: f.__name__)
+def test_a_mask_that_can_hide_nothing_is_asked_all_the_same(attend: Any, tmp_path: Path) -> None:
+    model = Attention(attend)
+    bundle, ops = export(model, (*EXAMPLE, mask("bqk", 2, 5)), tmp_path)
+    assert ops["ReduceMax"] == 0
+    same(bundle, model, [(*rows(*shape), mask("bqk", *shape)) for shape in SHAPES[:4]])

@@ -46,7 +46,7 @@ class _Guard:
 
 
 @dataclass(frozen=True)
-class _Sighted:
+class Sighted:
     """A mask whose blind rows see all, and what their results are multiplied with: 0 for them, 1 for the others."""
 
     mask: ir.Value
@@ -56,14 +56,14 @@ class _Sighted:
 def ask_masks(graph: ir.Graph, shapes: Shapes) -> None:
     """Take the search for NaN out of attention, in place."""
     constants = Constants()
-    made: dict[Any, _Sighted] = {}
+    made: dict[Any, Sighted] = {}
     for node in list(graph):
         guard = _guard(node, shapes, constants) if is_op(node, "Where") else None
         if guard is None:
             continue
         key = identity(guard.mask)
         if key not in made:
-            made[key] = _sighted(graph, guard.mask)
+            made[key] = sighted(graph, guard.mask)
         guard.add.replace_input_with(place_of(guard.mask, guard.add), made[key].mask)
         guard.context.replace_input_with(0, guard.softmax.outputs[0])
         put_behind(graph, guard.context, ir.node("Mul", [guard.context.outputs[0], made[key].factor]))
@@ -71,7 +71,7 @@ def ask_masks(graph: ir.Graph, shapes: Shapes) -> None:
 
 def _guard(where: ir.Node, shapes: Shapes, constants: Constants) -> _Guard | None:
     """The attention that ``where`` guards, if that is all that it does."""
-    if not _is_pytorchs(where):
+    if not is_pytorchs(where):
         return None
     isnan, softmax = producer(where.inputs[0], "IsNaN"), producer(where.inputs[2], "Softmax")
     context = only_user(where.outputs[0], "MatMul")
@@ -89,7 +89,7 @@ def _guard(where: ir.Node, shapes: Shapes, constants: Constants) -> _Guard | Non
     return _Guard(masks[0], add, softmax, context) if 0 < len(shapes.get(masks[0], ())) <= rank else None
 
 
-def _is_pytorchs(node: ir.Node) -> bool:
+def is_pytorchs(node: ir.Node) -> bool:
     """Whether the exporter wrote a node for PyTorch's own attention.
 
     A model's own guard means what it says: a row that the least number of the dtype hides has the mean of all values.
@@ -106,21 +106,28 @@ def _hides(mask: ir.Value, constants: Constants) -> bool:
     return seen == 0 and hidden is not None and hidden <= float(mask.dtype.min)
 
 
-def _sighted(graph: ir.Graph, mask: ir.Value) -> _Sighted:
+def sighted(graph: ir.Graph, mask: ir.Value, hidden: ir.Value | None = None) -> Sighted:
+    """``mask`` with rows that are ``hidden`` throughout made to see all; by default what a Where hides keys with."""
     made = mask.producer()
-    assert made is not None
+    if hidden is None:
+        assert made is not None
+        hidden = made.inputs[2]
     zero, one = (_constant(value, mask) for value in (0, 1))
     axis = ir.node("Constant", [], {"value": ir.tensor([-1], ir.DataType.INT64)})
     best = ir.node("ReduceMax", [mask, axis.outputs[0]], {"keepdims": 1})
-    blind = ir.node("Equal", [best.outputs[0], made.inputs[2]])
+    blind = ir.node("Equal", [best.outputs[0], hidden])
     blind.outputs[0].dtype = ir.DataType.BOOL
-    sighted = ir.node("Where", [blind.outputs[0], zero.outputs[0], mask])
+    seeing = ir.node("Where", [blind.outputs[0], zero.outputs[0], mask])
     factor = ir.node("Where", [blind.outputs[0], zero.outputs[0], one.outputs[0]])
-    for node in (best, sighted, factor):
+    for node in (best, seeing, factor):
         typed_like(mask, node)
-    graph.insert_after(made, [axis, zero, one, best, blind, sighted, factor])
-    sighted.outputs[0].shape = mask.shape
-    return _Sighted(sighted.outputs[0], factor.outputs[0])
+    asked = [axis, zero, one, best, blind, seeing, factor]
+    if made is not None:
+        graph.insert_after(made, asked)
+    else:
+        graph.insert_before(graph[0], asked)
+    seeing.outputs[0].shape = mask.shape
+    return Sighted(seeing.outputs[0], factor.outputs[0])
 
 
 def _constant(value: float, like: ir.Value) -> ir.Node:

@@ -12,6 +12,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from rmsnorm_deploy.export.grouped import share_heads
 from rmsnorm_deploy.export.guards import ask_masks
+from rmsnorm_deploy.export.infinite import ask_infinite_masks
 from rmsnorm_deploy.export.nodes import is_op, producer, put_in_place, typed_like
 from rmsnorm_deploy.export.projections import join_projections
 from rmsnorm_deploy.export.signs import move_signs
@@ -29,7 +30,11 @@ def straighten(model: ir.Model) -> None:
     Only for graphs whose dimension names can be relied on: two dimensions of one name have one size. That holds for
     this package's own traces; what a file from elsewhere claims about its inner values may be wrong.
     """
-    for steps in ((_skip_detours, move_signs, split_slices, ask_masks), (share_heads, join_projections), (join_twins,)):
+    for steps in (
+        (_skip_detours, move_signs, split_slices, ask_infinite_masks, ask_masks),
+        (share_heads, join_projections),
+        (join_twins,),
+    ):
         shapes = _inferred(model)  # of what the steps before wrote, too
         for step in steps:
             step(model.graph, shapes)
