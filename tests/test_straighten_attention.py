@@ -45,7 +45,7 @@ def column(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 @pytest.mark.parametrize(
     ("attend", "groups"),
-    [(causal, 1), (causal, 2), (interleaved, 2), (softcap, 2), (column, 3), (plain, 2)],
+    [(causal, 1), (causal, 2), (built_in, 1), (built_in, 3), (interleaved, 2), (softcap, 2), (column, 3), (plain, 2)],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_keys_of_groups_are_not_repeated(attend: Any, groups: int, tmp_path: Path) -> None:
@@ -56,6 +56,18 @@ def test_keys_of_groups_are_not_repeated(attend: Any, groups: int, tmp_path: Pat
     # PyTorch's own export of repeat_interleave can't do without a row
     shapes = SHAPES if attend is not interleaved else SHAPES[:4]
     same(bundle, model, [rows(*shape) for shape in shapes])
+
+
+def built_in_masked(m: Attention, q: Tensor, k: Tensor, v: Tensor, numbers: Tensor) -> Any:
+    return m.out(sdpa(q, k, v, attn_mask=numbers, enable_gqa=True))
+
+
+def test_groups_under_a_mask_are_repeated_where_pytorch_shares_them(tmp_path: Path) -> None:
+    model = Attention(built_in_masked)
+    for make in (weighing, mask):
+        bundle, ops = export(model, (*EXAMPLE, make("b1qk", 2, 5)), tmp_path)
+        assert (ops["Repeat"], ops["ReduceMax"], ops["IsNaN"]) == (0, 1, 0)
+        same(bundle, model, [(*rows(*shape), make("b1qk", *shape)) for shape in SHAPES])
 
 
 def tiled(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -91,7 +103,7 @@ def differential(m: Attention, q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    "attend", [built_in, tiled, outer, with_sinks, by_head, with_weights, differential], ids=lambda f: f.__name__
+    "attend", [tiled, outer, with_sinks, by_head, with_weights, differential], ids=lambda f: f.__name__
 )
 def test_heads_that_are_told_apart_stay_apart(attend: Any, tmp_path: Path) -> None:
     model = Attention(attend)

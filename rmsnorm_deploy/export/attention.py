@@ -72,13 +72,14 @@ def _repeated(product: ir.Node, shapes: Shapes) -> tuple[Operand | None, int, in
     if operand is None or reshape is None or expand is None or single is None or single.inputs[0] is None:
         return None, 0, 0
     one, many, flat = (shapes.get(step, ()) for step in (single.outputs[0], expand.outputs[0], reshape.outputs[0]))
-    if not is_op(single, "Unsqueeze", "Reshape") or len(many) != 5 or None in many:
+    if not is_op(single, "Unsqueeze", "Reshape") or len(many) != 5 or len(flat) != 4:
         return None, 0, 0
-    batch, groups, each, *rest = many
-    if not isinstance(groups, int) or not isinstance(each, int) or each < 2:
+    (batch, groups, _, *rest), heads = many, flat[1]
+    if not isinstance(groups, int) or not isinstance(heads, int) or groups < 1 or None in (batch, *rest):
         return None, 0, 0
+    each = heads // groups  # enable_gqa computes it in the graph, where no shape inference follows
     expected = ((batch, groups, *rest), (batch, groups, 1, *rest), (batch, groups * each, *rest))
-    if (shapes.get(single.inputs[0]), one, flat) != expected:
+    if each < 2 or (shapes.get(single.inputs[0]), one, flat) != expected:
         return None, 0, 0
     return Operand(single.inputs[0], operand.path), groups, each
 
