@@ -235,3 +235,57 @@ def test_a_row_of_length_one_times_another_tensor_is_taken_for_a_norm(scale: str
     inputs = HEADS["inputs"] + more
     model = graph(f"{LENGTH} n = Div(x, g) y = Mul(n, s)", inputs=inputs, outputs=HEADS["outputs"], more=constant)
     check(model, 0, left=("varies over more than the normalized axes",))
+
+
+BEFORE = "sq = Mul(x, x) ms = ReduceMean(sq, last) " + ROOT
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "a = Mul(x, s) y = Div(a, rt)",
+        "r = Reciprocal(rt) a = Mul(x, s) y = Mul(a, r)",
+        "r = Reciprocal(rt) a = Mul(s, r) y = Mul(x, a)",
+        "a = Mul(x, s) n = Div(a, rt) y = Mul(n, w)",
+        "a = Mul(x, s) c = Mul(a, w) y = Div(c, rt)",
+        "a = Mul(x, s) n = Div(a, rt) y = Add(n, w)",
+        "a = Mul(x, s) n = Div(a, rt) y = Mul(n, s)",
+        "o = Add(one, s) a = Mul(x, o) y = Div(a, rt)",
+    ],
+)
+@pytest.mark.parametrize("scale", ["float[4, 1, 12] s", "float[1, 4, 1, 1] s"])
+def test_a_scale_for_each_head_in_front_of_the_statistic_keeps_the_norm_apart(body: str, scale: str) -> None:
+    model = graph(BEFORE + body, more=f"{scale}, float one = {{1}}", **HEADS)
+    check(model, 1)
+    assert [op for op in op_types(fused(model)[0]) if op not in ("Mul", "Add")] == ["RMSNorm"]
+
+
+def test_a_scale_for_each_row_that_is_an_activation_follows_the_norm() -> None:
+    model = graph(
+        f"{BEFORE} a = Mul(x, s) y = Div(a, rt)",
+        inputs=HEADS["inputs"] + ", float[N, 1, S, 1] s",
+        outputs=HEADS["outputs"],
+    )
+    check(model, 1)
+
+
+def test_a_scale_for_each_head_of_a_half_type_follows_a_norm_that_rounds_once_more() -> None:
+    body = (
+        f"xf = Cast<to = 1>(x) sq = Mul(xf, xf) ms = ReduceMean(sq, last) {ROOT} a = Mul(xf, s) n = Div(a, rt) "
+        "y = Cast<to = 10>(n)"
+    )
+    halves = {key: text.replace("float", "float16") for key, text in HEADS.items()}
+    result = check(graph(body, more="float[4, 1, 12] s", **halves), 1, exact=1e-3)
+    assert (result.norms[0].dtype, result.norms[0].proof["same_bits"] > 0.5) == ("float32", True)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "a = Mul(x, s) c = Mul(a, t) y = Div(c, rt)",  # two
+        "st = Transpose<perm = [1, 2, 0]>(v) a = Mul(x, st) y = Div(a, rt)",  # not as it lies
+    ],
+)
+def test_scales_that_are_more_than_one_factor_follow_a_norm(body: str) -> None:
+    model = graph(BEFORE + body, more="float[4, 1, 12] s, float[4, 1, 1] t, float[12, 4, 1] v", **HEADS)
+    check(model, 0, left=("varies over more than the normalized axes",))

@@ -137,7 +137,7 @@ def _float64_error(trial: _Trial) -> float | str:
         values = trial.run(rows, lifted=True)
         scale, bias = _scale(candidate, values, rows.ndim), _bias(candidate, values)
         expected = values[candidate.output]
-        actual = op_float64(rows, scale, bias, candidate)
+        actual = _followed(op_float64(rows, scale, bias, candidate), candidate, values)
         if expected.shape != actual.shape:
             return f"the result has shape {list(expected.shape)} where the norm's is {list(actual.shape)}"
         error = _relative_error(actual, expected, expected if bias is None else expected - bias)
@@ -184,6 +184,14 @@ def spread(array: Array, layout: tuple[int, ...], axes: tuple[int, ...], rank: i
 
 def _bias(candidate: Candidate, values: dict[ir.Value, Array]) -> Array | None:
     return None if candidate.bias is None else values[candidate.bias].astype(np.float64)
+
+
+def _followed(result: Array, candidate: Candidate, values: dict[ir.Value, Array]) -> Array:
+    """What the op gives, times what follows it, in the dtype of the result."""
+    if candidate.behind is None:
+        return result
+    with np.errstate(all="ignore"):
+        return np.asarray(result * values[candidate.behind].astype(result.dtype))
 
 
 def op_float64(x: Array, scale: Array | None, bias: Array | None, candidate: Candidate) -> Array:
@@ -250,7 +258,7 @@ def _choose_plan(trial: _Trial, error: float) -> Proof | str:
         own = _row_ulps(result, truth, out_type, candidate.axes)
         count += truth.size
         for i, plan in enumerate(plans):
-            fused = op_rounded(batch, scale, bias, candidate, plan)
+            fused = _followed(op_rounded(batch, scale, bias, candidate, plan), candidate, values)
             same[i] += np.count_nonzero((fused == result) | (np.isnan(fused) & np.isnan(result)))
             excess[i] = max(excess[i], np.max(_row_ulps(fused, truth, out_type, candidate.axes) - 2 * own))
     fair = excess <= OWN_DTYPE_ULPS + trial.slack * 2.0 ** _MANTISSA_BITS[out_type]

@@ -11,14 +11,14 @@ normalization counts as a norm if something scales it, be it this scale or, late
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
 from rmsnorm_deploy.fusion.constants import Constants
 from rmsnorm_deploy.fusion.interpret import Interpreter
-from rmsnorm_deploy.fusion.meaning import BROADCAST, Atom, Layout, Meaning, Shape, resolve
+from rmsnorm_deploy.fusion.meaning import BROADCAST, Atom, Factor, Layout, Meaning, Shape, resolve
 from rmsnorm_deploy.fusion.values import dtype_of, is_wider, shape_of
 from rmsnorm_deploy.opset import FLOAT_TYPES
 
@@ -55,6 +55,7 @@ class Candidate:
     factors: list[ScaleFactor]
     activation: ir.Value | None = None  # a scale that is no constant
     bias: ir.Value | None = None
+    behind: ir.Value | None = None  # what a product with the op has to follow for, since it is no scale of the row
 
 
 @dataclass
@@ -90,9 +91,9 @@ def _look(
         meaning = interpreter.known(value) if value is not None else None
         if value is None or meaning is None or not meaning.statistics:
             continue
-        matcher = _Matcher(value, meaning, interpreter, visible, lengths)
-        found = matcher.match()
         goes_on = any(i in matches or i in beyond for i in node.inputs)
+        matcher = _Matcher(value, meaning, interpreter, visible, lengths, goes_on)
+        found = matcher.match()
         if not goes_on:
             scaled |= matcher.scaled_lengths
         if isinstance(found, Candidate):
@@ -123,6 +124,7 @@ class _Matcher:
     interpreter: Interpreter
     visible: Set[ir.Graph]
     lengths: Set[Normalizer]  # L2 normalizations that count as norms
+    goes_on: bool  # from a norm that is taken without this
     scaled_lengths: set[Normalizer] = field(default_factory=set)  # of which this value is a multiple, but no norm
 
     def match(self) -> Candidate | tuple[Atom, str] | None:
@@ -159,11 +161,30 @@ class _Matcher:
             return OTHER_TENSOR if frame == sorted(frame) else OTHER_AXES
         if rest.statistics:
             return "another statistic multiplies it"
-        if any(_varies_outside(layout, axes) for _, layout in rest.factors):
-            if self._scales_more_than_a_length(rest, axes, statistic):
-                self.scaled_lengths.add((statistic, *guard))
+        outside = {factor: p for factor, p in rest.factors.items() if _varies_outside(factor[1], axes)}
+        if not outside:
+            return self._with_scale(rest, root, axes, statistic, guard)
+        if self._scales_more_than_a_length(rest, axes, statistic):
+            self.scaled_lengths.add((statistic, *guard))
+        behind = self._behind(outside, shape)
+        found = self._with_scale(rest.times(Meaning(outside), -1.0), root, axes, statistic, guard)
+        if behind is None or not isinstance(found, Candidate):
             return "what multiplies it varies over more than the normalized axes"
-        return self._with_scale(rest, root, axes, statistic, guard)
+        found.behind = behind
+        return found
+
+    def _behind(self, outside: Mapping[Factor, float], shape: Shape) -> ir.Value | None:
+        """The one value that was multiplied in before the statistic, and may as well follow: it lies as it is."""
+        if self.goes_on or len(outside) != 1:
+            return None
+        (((atom, layout), power),) = outside.items()
+        known = self.interpreter.known(atom.value) if atom.value is not None else None
+        if atom.value is None or known is None or known.shape is None or len(known.shape) > len(shape) or power != 1:
+            return None
+        missing = len(shape) - len(known.shape)
+        dims = [*(1,) * missing, *known.shape]
+        in_place = all(e == axis - missing or (e == BROADCAST and dims[axis] == 1) for axis, e in enumerate(layout))
+        return atom.value if in_place and dtype_of(atom.value) in FLOAT_TYPES and self._is_there(atom.value) else None
 
     def _scales_more_than_a_length(self, rest: Meaning, axes: tuple[int, ...], statistic: Atom) -> bool:
         """Whether a number other than one, or a weight along the row, is among what multiplies a row of length one."""
@@ -368,6 +389,8 @@ def _take_bias(candidate: Candidate, constants: Constants) -> None:
     add = _only_user(candidate.output)
     root_shape, row_shape = shape_of(candidate.root), candidate.row_shape
     if add is None or (add.domain, add.op_type) != ("", "Add") or root_shape is None or row_shape is None:
+        return
+    if candidate.behind is not None:  # it would multiply the bias too
         return
     other = add.inputs[1] if add.inputs[0] is candidate.output else add.inputs[0]
     shape = shape_of(other) if other is not None and constants.is_constant(other) else None

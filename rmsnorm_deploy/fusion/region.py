@@ -91,7 +91,8 @@ class Region:
         c = self.candidate
         factors = [(numbers.get(factor.value), factor.layout, factor.power) for factor in c.factors]
         text.append((c.axes, c.epsilon, c.epsilon_mode, c.constant, factors))
-        text.append((c.activation and numbers.get(c.activation), c.bias and numbers.get(c.bias), c.output.dtype))
+        others = [value and numbers.get(value) for value in (c.activation, c.bias, c.behind)]
+        text.append((others, c.output.dtype))
         return hashlib.sha256(repr(text).encode()).hexdigest()
 
 
@@ -151,6 +152,9 @@ def extract(candidate: Candidate, numbering: Numbering) -> Region:
     if candidate.activation is not None:
         finished.add(candidate.activation)
         region.leaves.append(candidate.activation)
+    if candidate.behind is not None and candidate.behind not in finished:
+        finished.add(candidate.behind)
+        region.leaves.append(candidate.behind)
     stack = [(candidate.output, False), *((factor.value, False) for factor in candidate.factors)]
     while stack:
         value, expanded = stack.pop()

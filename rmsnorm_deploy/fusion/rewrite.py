@@ -69,6 +69,8 @@ class Rewriter:
         if order is not None:
             result = self._transpose(nodes, result, [order.index(axis) for axis in range(rank)])
         result = self._chain(nodes, result, plan.out_type)
+        if candidate.behind is not None:
+            result = self._product(nodes, result, self._chain(nodes, self._current(candidate.behind), plan.out_type))
         end.graph.insert_before(end, nodes)
         _take_place(output, result)
         self._successors[output] = result
@@ -135,6 +137,14 @@ class Rewriter:
         permuted = None if shape is None else tuple(shape[axis] for axis in order)
         assert value.dtype is not None
         return self._append(nodes, "Transpose", value, value.dtype, permuted, ir.AttrInt64s("perm", order))
+
+    def _product(self, nodes: list[ir.Node], value: ir.Value, factor: ir.Value) -> ir.Value:
+        """``value`` times a ``factor`` that is broadcast to its shape."""
+        node = ir.Node("", "Mul", [value, factor])
+        node.name = node.outputs[0].name = self._fresh(f"{value.name}_mul")
+        node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
+        nodes.append(node)
+        return node.outputs[0]
 
     def _append(
         self,
