@@ -380,6 +380,23 @@ def test_tokens_widens_bfloat16_in_each_contestant_where_it_is_told_to(
     assert "ONNX Runtime, 1 threads, bfloat16 widened; speedup over" in capsys.readouterr().out
 
 
+def test_a_bfloat16_bundle_cannot_be_timed_on_onnxruntime(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = (torch.randint(0, 50, (2, 7)),)
+    made = export_model(TokenModel().bfloat16(), args, out_dir=tmp_path / "b", check=False, benchmark=False)
+    command = [str(made.path), "--seconds", "0.2", "--threads", "1", "--json"]
+    timed = {}
+    for options in ([], ["--widen-bfloat16"]):
+        assert main([*command, *options]) == 0
+        report = BenchmarkReport.from_json(json.loads(capsys.readouterr().out))
+        of_runtime = [timing for timing in report.timings if timing.backend == "onnxruntime"]
+        timed[bool(options)] = {timing.name for timing in of_runtime if timing.milliseconds}
+        assert all(timing.title.endswith(", bf16 widened") == bool(options) for timing in of_runtime)
+        missing = {timing.name: timing.reason for timing in report.timings if not timing.milliseconds}
+    assert {"onnxruntime", "onnxruntime-unfused", "onnxruntime-layernorm"}.isdisjoint(timed[False])
+    assert {"onnxruntime", "onnxruntime-unfused", "onnxruntime-layernorm", "norm-onnxruntime"} <= timed[True]
+    assert all("not built" in str(reason) or "module" in str(reason) for reason in missing.values())
+
+
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="only Linux says how busy its cores are")
 def test_a_program_that_takes_a_core_is_seen() -> None:
     spinning = subprocess.Popen([sys.executable, "-c", "while True: pass"])

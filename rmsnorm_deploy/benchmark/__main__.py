@@ -36,6 +36,11 @@ def _parser() -> Parser:
     )
     parser.add_argument("--threads", type=positive, metavar="N", help="for PyTorch and ONNX Runtime alike")
     parser.add_argument("--seconds", type=positive_number, default=None, help="about how long to measure (10)")
+    parser.add_argument(
+        "--widen-bfloat16",
+        action="store_true",
+        help="run ops that have no bfloat16 kernel in float32, in all contestants on ONNX Runtime",
+    )
     parser.add_argument("--json", action="store_true", help="print all timings as JSON")
     return parser
 
@@ -47,7 +52,13 @@ def _run(options: argparse.Namespace) -> int:
 
     bundle = open_bundle(options.bundle)
     with Progress() as progress:
-        report = run_benchmark(bundle, threads=options.threads, seconds=options.seconds or SECONDS, progress=progress)
+        report = run_benchmark(
+            bundle,
+            threads=options.threads,
+            seconds=options.seconds or SECONDS,
+            widen_bfloat16=options.widen_bfloat16,
+            progress=progress,
+        )
     print(json.dumps(report.to_json(), indent=1) if options.json else "\n".join(report.summary()))
     return EXIT_OK
 

@@ -7,7 +7,8 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,11 +61,13 @@ def run_benchmark(
     *,
     threads: int | None = None,
     seconds: float = SECONDS,
+    widen_bfloat16: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> BenchmarkReport:
     """Time ``bundle`` at its example's shape for about ``seconds``, all contestants in turn.
 
-    ``threads`` is for PyTorch and ONNX Runtime alike; PyTorch's own choice for None. ``progress`` is told each step.
+    ``threads`` is for PyTorch and ONNX Runtime alike; PyTorch's own choice for None. ``widen_bfloat16``: as a session's
+    option of that name, for all contestants on ONNX Runtime, whose titles say so. ``progress`` is told each step.
 
     Raises:
         InputError: the bundle's model cannot be read.
@@ -77,8 +80,10 @@ def run_benchmark(
     case = typical_norm(bundle.manifest, sample.dims)
     with ExitStack() as stack:
         count = stack.enter_context(Threads(threads)).count
-        models = _model_entries(bundle, sample, count, exchanged, stack)
-        norms = norm_entries(case, count) if case is not None else []
+        models = _model_entries(bundle, sample, count, exchanged, stack, widen_bfloat16)
+        norms = norm_entries(case, count, widen_bfloat16) if case is not None else []
+        if widen_bfloat16:
+            models, norms = ([_widened(entry) for entry in entries] for entries in (models, norms))
         timings = _time(models, seconds * (_MODEL_SHARE if norms else 1.0), say)
         timings += _time(norms, seconds * (1.0 - _MODEL_SHARE), say)
     return BenchmarkReport(
@@ -127,14 +132,19 @@ def _time(entries: Sequence[Entry], seconds: float, say: Callable[[str], None]) 
     ]
 
 
+def _widened(entry: Entry) -> Entry:
+    return replace(entry, title=f"{entry.title}, bf16 widened") if entry.backend == "onnxruntime" else entry
+
+
 def _model_entries(
-    bundle: BundleLike, sample: Sample, threads: int, exchanged: dict[str, int], stack: ExitStack
+    bundle: BundleLike, sample: Sample, threads: int, exchanged: dict[str, int], stack: ExitStack, widen: bool
 ) -> list[Entry]:
     call = _TorchModel(bundle, sample, stack, exchanged)
     folder, feeds = bundle.path, sample.feeds
+    run = partial(onnxruntime_call, threads=threads, widen_bfloat16=widen)
 
     def onnx(path: Path, library: Path | None = None) -> Call:
-        return onnxruntime_call(path.read_bytes(), folder, feeds, threads=threads, library=library)
+        return run(path.read_bytes(), folder, feeds, library=library)
 
     def unfused() -> Call:
         if bundle.reference_path is None:
@@ -146,7 +156,7 @@ def _model_entries(
 
     def twin() -> Call:
         model, exchanged["onnxruntime"] = onnx_twin(bundle.model_path, bundle.manifest["norms"])
-        return onnxruntime_call(model, folder, feeds, threads=threads)
+        return run(model, folder, feeds)
 
     ort = "onnxruntime"
     return [
@@ -159,9 +169,9 @@ def _model_entries(
     ]
 
 
-def norm_entries(case: NormCase, threads: int) -> list[Entry]:
+def norm_entries(case: NormCase, threads: int, widen_bfloat16: bool = False) -> list[Entry]:
     """A single norm at the model's own width."""
-    makers = norm_calls(case, threads, _library)
+    makers = norm_calls(case, threads, _library, widen_bfloat16)
     titles = {
         "norm-copy": ("Copy of the same bytes", "pytorch"),
         "norm-pytorch": ("PyTorch rms_norm", "pytorch"),

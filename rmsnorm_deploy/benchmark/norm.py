@@ -97,12 +97,16 @@ def _case(
     )
 
 
-def norm_calls(case: NormCase, threads: int, library: Callable[[], Path]) -> dict[str, Callable[[], Call]]:
+def norm_calls(
+    case: NormCase, threads: int, library: Callable[[], Path], widen_bfloat16: bool = False
+) -> dict[str, Callable[[], Call]]:
     """What makes each contestant's call, by name. ``library`` gives the custom ops or raises."""
     x = np.random.default_rng(0).standard_normal(case.shape).astype(_TYPES[case.dtype][1])
 
     def onnxruntime(model: bytes, custom_ops: Path | None = None) -> Call:
-        return onnxruntime_call(model, Path(), {"x": x}, threads=threads, library=custom_ops)
+        return onnxruntime_call(
+            model, Path(), {"x": x}, threads=threads, library=custom_ops, widen_bfloat16=widen_bfloat16
+        )
 
     return {
         "norm-copy": lambda: _torch(case, x, "copy"),
