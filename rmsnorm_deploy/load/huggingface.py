@@ -212,7 +212,7 @@ def _from_pretrained(
     try:
         model, info = model_class.from_pretrained(folder, **options)
     except (*LOAD_ERRORS, SafetensorError) as error:
-        quantized = getattr(config, "quantization_config", None) is not None
+        quantized = gguf is None and getattr(config, "quantization_config", None) is not None
         raise InputError(f"{path}: {_why(error)}{f'; it is quantized: {CURE}' if quantized else ''}") from error
     for key, what in (("missing_keys", "are missing"), ("mismatched_keys", "have another shape than the config says")):
         if info.get(key):
