@@ -111,6 +111,24 @@ def test_a_mask_from_a_recipe_fixes_the_sequence(tmp_path: Path) -> None:
         np.testing.assert_allclose(got.numpy(), wanted, rtol=2e-5, atol=5e-6)
 
 
+@pytest.mark.parametrize("sizes", [(2, 3, 4), (3, 2, 5), (4, 3, 2), (5, 6, 7)])
+@pytest.mark.parametrize("ones", [(0,), (1,), (2,), (1, 2)])
+def test_an_axis_that_is_broadcast_is_tied_to_one_of_its_grown_size(
+    sizes: tuple[int, int, int], ones: tuple[int, ...], tmp_path: Path
+) -> None:
+    """It must not be of size one while it is traced, and a mask for three channels was grown to three of them."""
+
+    class Masked(Normed):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.norm(x) * mask
+
+    model, x = Masked(torch.mul), torch.randn(*sizes, WIDTH)
+    mask = torch.rand([1 if axis in ones else size for axis, size in enumerate(sizes)] + [1])
+    bundle = export_model(model, (x, mask), out_dir=tmp_path / "b")
+    got = np.asarray(bundle.session("onnxruntime")(x, mask)[0])
+    np.testing.assert_allclose(got, exact(x, model.norm.weight) * mask.double().numpy(), rtol=1e-5)
+
+
 def test_the_width_is_taken_for_a_length_where_sizes_coincide(tmp_path: Path) -> None:
     """Without a weight nothing fixes the width, and its root would not be a constant."""
     model = Guided(lambda _, x, y: nn.functional.normalize(x, dim=-1) * x.shape[-1] ** 0.5 * y)
