@@ -1,4 +1,4 @@
-"""Takes the detours out of attention: a Reshape or Slice to what is there, a Transpose between two Reshapes, copies.
+"""Takes the detours out of attention: a Reshape or Expand to what is there, a Transpose between two Reshapes, copies.
 
 PyTorch's exporter writes all of these. They compute nothing, and at one token they cost a model more than its norms do:
 ONNX Runtime merges a Transpose into the MatMul behind it, but not through a Reshape. Values stay what they are, up to
@@ -10,6 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from rmsnorm_deploy.export.gathers import skip_gathers
 from rmsnorm_deploy.export.grouped import share_heads
 from rmsnorm_deploy.export.guards import ask_masks
 from rmsnorm_deploy.export.infinite import ask_infinite_masks
@@ -31,7 +32,8 @@ def straighten(model: ir.Model) -> None:
     this package's own traces; what a file from elsewhere claims about its inner values may be wrong.
     """
     for steps in (
-        (_skip_detours, move_signs, split_slices, ask_infinite_masks, ask_masks),
+        (_skip_detours, skip_gathers),
+        (move_signs, split_slices, ask_infinite_masks, ask_masks),
         (share_heads, join_projections),
         (join_twins,),
     ):
@@ -53,6 +55,8 @@ def _skip_detours(graph: ir.Graph, shapes: Shapes) -> None:
             _name_type(node)
         elif is_op(node, "Slice"):
             _skip_slice(node, shapes, constants)
+        elif is_op(node, "Expand"):
+            _skip(node, shapes)
         elif is_op(node, "Reshape") and not _skip(node, shapes):
             _swap_last_axes(node, shapes)
 
