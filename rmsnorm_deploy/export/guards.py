@@ -8,7 +8,7 @@ of all values.
  => scores + Where(blind, 0, mask) -> Softmax -> MatMul(values) -> Mul(Where(blind, 0, 1))
 
 with ``blind`` for rows of the mask that are ``least`` throughout, which may be -inf. A NaN that comes from the scores
-stays one, as in PyTorch.
+stays one, as in PyTorch. Where no query can be blind (see sighted.py), nothing is asked.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from rmsnorm_deploy.export.nodes import (
     put_behind,
     typed_like,
 )
+from rmsnorm_deploy.export.sighted import each_sees_itself
 from rmsnorm_deploy.fusion.constants import Constants
 from rmsnorm_deploy.fusion.values import Shapes
 from rmsnorm_deploy.opset import FLOAT_TYPES
@@ -61,11 +62,13 @@ def ask_masks(graph: ir.Graph, shapes: Shapes) -> None:
         guard = _guard(node, shapes, constants) if is_op(node, "Where") else None
         if guard is None:
             continue
+        guard.context.replace_input_with(0, guard.softmax.outputs[0])
+        if _none_is_blind(guard.mask, shapes, constants):
+            continue
         key = identity(guard.mask)
         if key not in made:
             made[key] = sighted(graph, guard.mask)
         guard.add.replace_input_with(place_of(guard.mask, guard.add), made[key].mask)
-        guard.context.replace_input_with(0, guard.softmax.outputs[0])
         put_behind(graph, guard.context, ir.node("Mul", [guard.context.outputs[0], made[key].factor]))
 
 
@@ -104,6 +107,12 @@ def _hides(mask: ir.Value, constants: Constants) -> bool:
         return False
     seen, hidden = (constants.scalar(value) for value in where.inputs[1:])
     return seen == 0 and hidden is not None and hidden <= float(mask.dtype.min)
+
+
+def _none_is_blind(mask: ir.Value, shapes: Shapes, constants: Constants) -> bool:
+    made = mask.producer()
+    seen = made.inputs[0] if made is not None else None
+    return seen is not None and each_sees_itself(seen, shapes, constants)
 
 
 def sighted(graph: ir.Graph, mask: ir.Value, hidden: ir.Value | None = None) -> Sighted:
