@@ -16,17 +16,19 @@ WHOLE: dict[str, Gather] = {
     "keys": lambda x, b, t: x[b[:, None, None, None], t[None, None, None, :]],
     "with an offset of nothing": lambda x, b, t: x[b[:, None], t + 0],
     "as it is": lambda x, b, t: x[b[:, None], t[None]],
+    "turned": lambda x, b, t: x[b[:, None, None], t[:, None, None].permute(1, 2, 0)],
     "three axes": lambda x, b, t: torch.stack((x, -x, x), 2)[b[:, None, None], t[:, None], torch.arange(3)],
 }
 
 PARTS: dict[str, Gather] = {
     "the other way round": lambda x, b, t: x[b[None], t[:, None]],
     "backwards": lambda x, b, t: x[b[:, None], -1 - t[None]],
+    "backwards from the first": lambda x, b, t: x[b[:, None], torch.arange(0, -x.shape[1], -1)],
     "from the second on": lambda x, b, t: torch.cat((x, x), 1)[b[:, None], t[None] + 1],
     "the first half": lambda x, b, t: torch.cat((x, x), 1)[b[:, None], t[None]],
     "every second": lambda x, b, t: torch.cat((x, x), 1)[b[:, None], torch.arange(0, 2 * x.shape[1], 2)],
     "a diagonal": lambda x, b, t: (x[:, :, None] - x[:, None] * 3)[b[:, None], t, t],
-    "again and again": lambda x, b, t: x[b[:, None, None], t[:, None] + 0 * torch.arange(3)],
+    "again and again": lambda x, b, t: x[b[:, None, None], t[:, None].expand(-1, 3)],
     "one row": lambda x, b, t: x[b[:, None] * 0, t],
     "rows alone": lambda x, b, t: x[b.flip(0)],
 }

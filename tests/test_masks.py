@@ -34,18 +34,20 @@ DOUBTED: dict[str, Mask] = {
     "every second": lambda q, k, x: 2 * k + 1 <= q,
     "two values": lambda q, k, x: (x[:, None, :, None] == x.flip(1)[:, None, None]) & (k <= q),
     "other rows": lambda q, k, x: (x[:, None, :, None] < x[:, None, None]) & (k <= q),
-    "numbers that overflow": lambda q, k, x: (k <= q) & (_huge(x)[:, None, :, None] + 1 > _huge(x)[:, None, None]),
-    "no numbers": lambda q, k, x: (k <= q) & (_some_nan(x)[:, None, :, None] == _some_nan(x)[:, None, None]),
+    "numbers that overflow": lambda q, k, x: (k <= q) & _overflows(x),
+    "no numbers": lambda q, k, x: (k <= q) & _is_itself(x),
     "none at all": lambda q, k, x: (k <= q) & torch.zeros(1, dtype=torch.bool),
 }
 
 
-def _huge(x: Tensor) -> Tensor:
-    return torch.where(x > 0, torch.iinfo(torch.int64).max, x)
+def _overflows(x: Tensor) -> Tensor:
+    huge = torch.where(x > 0, torch.iinfo(torch.int64).max, x)
+    return huge[:, None, :, None] + 1 > huge[:, None, None]
 
 
-def _some_nan(x: Tensor) -> Tensor:
-    return torch.where(x > 0, torch.nan, x.double())
+def _is_itself(x: Tensor) -> Tensor:
+    some = torch.where(x > 0, torch.nan, x.double())
+    return some[:, None, :, None] == some[:, None, None]
 
 
 class Masked(nn.Module):
