@@ -352,3 +352,17 @@ def test_weights_that_are_not_finite_are_noted() -> None:
     with torch.no_grad():
         model[0].weight[3], model[1].bias[0] = float("nan"), float("inf")
     assert prepare_module(model)[1] == ["NaN or infinity in the weights 0.weight, 1.bias"]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2]
+)
+def test_weights_of_one_byte_are_looked_through(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.RMSNorm(4)).eval()
+    model.register_parameter(
+        "scales", nn.Parameter(torch.arange(4, dtype=torch.uint8).view(dtype), requires_grad=False)
+    )
+    assert prepare_module(model)[1] == []
+    if dtype == torch.float8_e5m2:
+        model.scales.data = torch.tensor([1.0, float("inf")]).to(dtype)
+        assert prepare_module(model)[1] == ["NaN or infinity in the weights scales"]

@@ -1089,6 +1089,42 @@ def test_the_user_s_module_is_left_as_it_was() -> None:
     assert not any(m.training for m in prepared.modules())
 
 
+class Merging(nn.Module):
+    """A LoRA layer: its update is merged into the weights, which may be a child's, as training ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6)
+        self.down, self.up = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.randn(6, 2))
+        self.merged = False
+
+    def train(self, mode: bool = True) -> Merging:
+        super().train(mode)
+        if not mode and not self.merged:
+            self.base.weight.data += self.up.data @ self.down.data
+            self.merged = True
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.base(x)
+        return y if self.merged else y + x @ self.down.T @ self.up.T
+
+
+def test_weights_merged_as_training_ends_are_the_copy_s_alone() -> None:
+    model = nn.Sequential(Merging(), nn.RMSNorm(6))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    x = torch.randn(3, 6)
+    expected = model(x)
+    prepared, _ = prepare_module(model, (x,))
+    assert prepared[0].merged
+    assert not model[0].merged
+    torch.testing.assert_close(prepared(x), expected)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert prepared[0].base.weight.data_ptr() != model[0].base.weight.data_ptr()
+    for name in ("0.down", "0.base.bias", "1.weight"):  # what was not written to is not held twice
+        assert prepared.get_parameter(name).data_ptr() == model.get_parameter(name).data_ptr()
+
+
 def test_weights_are_shared_not_copied_and_tied_ones_stay_tied() -> None:
     model = Shared()
     prepared, _ = prepare_module(model)

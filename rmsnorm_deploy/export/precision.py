@@ -62,10 +62,11 @@ def _lost(value: torch.Tensor, dtype: torch.dtype) -> int:
     if not value.numel() or torch.finfo(dtype).max >= torch.finfo(value.dtype).max:
         return 0
     with torch.no_grad():
-        least, greatest = value.detach().aminmax()
+        value = value.detach().float() if value.element_size() == 1 else value.detach()  # torch compares no float8
+        least, greatest = value.aminmax()
         if torch.isfinite(torch.stack([least, greatest]).to(dtype)).all():
             return 0
-        return int((value.detach().isfinite() & value.detach().to(dtype).isinf()).sum())
+        return int((value.isfinite() & value.to(dtype).isinf()).sum())
 
 
 def cast_floats(value: Any, precision: str) -> Any:

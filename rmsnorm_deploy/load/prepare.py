@@ -49,9 +49,34 @@ def prepare_module(
     notes += more + _mode_note(inner)
     _unwrap_children(duplicate, notes)
     notes += _without_cache(duplicate, inner) + _batched_experts(duplicate, inner)
-    duplicate.eval()
+    _evaluate(duplicate)
     hold_scripted(duplicate)
     return duplicate, notes + write_out(duplicate)
+
+
+def _evaluate(duplicate: nn.Module) -> None:
+    """``duplicate.eval()``, which leaves shared storage as it is.
+
+    A class may have a ``train()`` of its own that writes to weights, as LoRA layers do to merge their update. Those
+    weights are copied while it runs; what came out unchanged is shared again.
+    """
+    shared = {parameter: parameter.data for parameter in _written_by_mode(duplicate)}
+    for parameter, data in shared.items():
+        parameter.data = data.clone()
+    duplicate.eval()
+    for parameter, data in shared.items():
+        if parameter.dtype == data.dtype and torch.equal(parameter.data, data):
+            parameter.data = data
+
+
+def _written_by_mode(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters within modules in train mode whose ``train()`` or ``eval()`` is not torch's."""
+    found: dict[nn.Parameter, None] = {}
+    for module in model.modules():
+        torchs = all(getattr(getattr(module, n), "__func__", None) is getattr(nn.Module, n) for n in ("train", "eval"))
+        if not torchs and any(getattr(part, "training", False) for part in module.modules()):
+            found.update(dict.fromkeys(module.parameters()))
+    return list(found)
 
 
 def _without_cache(duplicate: nn.Module, original: nn.Module) -> list[str]:
@@ -216,12 +241,19 @@ def _non_finite_note(model: nn.Module) -> list[str]:
     bad = []
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.is_floating_point() and parameter.numel():
-                least, greatest = parameter.detach().aminmax()
-                if not (torch.isfinite(least) and torch.isfinite(greatest)):
-                    bad.append(name)
+            if parameter.is_floating_point() and parameter.numel() and not _is_finite(parameter.detach()):
+                bad.append(name)
     more = f" and {len(bad) - 6} more" if len(bad) > 6 else ""
     return [f"NaN or infinity in the weights {', '.join(bad[:6])}{more}"] if bad else []
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    if values.element_size() == 1:  # torch compares no float8, and reads no packed float4, which has no infinity
+        if values.dtype == torch.float4_e2m1fn_x2:
+            return True
+        values = values.float()
+    least, greatest = values.aminmax()
+    return bool(torch.isfinite(least) and torch.isfinite(greatest))
 
 
 def _check_values(model: nn.Module) -> None:
