@@ -392,6 +392,8 @@ def state_variants(sd: dict[str, torch.Tensor]) -> dict[str, Any]:
         "trainer": {"model": sd, "ema": {k: v * 0 for k, v in sd.items()}, "step": 4},
         "ema only": {"ema": sd, "step": 4},
         "fsdp": prefixed("_fsdp_wrapped_module."),
+        "fsdp child": {k.replace(".", "._fsdp_wrapped_module._checkpoint_wrapped_module."): v for k, v in sd.items()},
+        "strategy": prefixed("_forward_module."),
         "attribute of a trainer": prefixed("trainer.net."),
         "averaged": {"n_averaged": torch.tensor(7), **prefixed("module.")},
     }
@@ -407,6 +409,58 @@ def test_a_state_dict_in_any_wrapping_gives_the_recipe_its_weights(
     source = load_source(tmp_path / "w.pt", recipe=files["recipe"])
     computes(source, net)
     assert name == "bare" or any("w.pt" in note for note in source.notes)
+
+
+OLD_NAMES = """
+    import torch
+    import torch.nn as nn
+
+    class Renamed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+            self.register_load_state_dict_pre_hook(self.take_gamma)
+
+        @staticmethod
+        def take_gamma(module, weights, prefix, *rest):
+            if prefix + "gamma" in weights:
+                weights[prefix + "weight"] = weights.pop(prefix + "gamma")
+
+        def forward(self, x):
+            return nn.functional.rms_norm(x, (8,), self.weight, 1e-5)
+
+    def build():
+        conv = torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        return nn.Sequential(Renamed(), conv, nn.BatchNorm1d(8))
+
+    def inputs():
+        return torch.randn(3, 8)
+"""
+
+
+def old_names() -> dict[str, torch.Tensor]:
+    """What older classes saved: ``gamma``, weight_norm's ``g`` and ``v``, a BatchNorm without its counter."""
+    names = ("0.gamma", "1.bias", "2.weight", "2.bias", "2.running_mean", "2.running_var")
+    return {n: torch.rand(8) + 0.5 for n in names} | {"1.weight_g": torch.rand(8, 1), "1.weight_v": torch.randn(8, 8)}
+
+
+def test_old_names_that_the_model_s_own_classes_know_are_loaded_by_them(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text(textwrap.dedent(OLD_NAMES))
+    weights = old_names()
+    torch.save(weights, tmp_path / "old.pt")
+    source = load_source(tmp_path / "old.pt", recipe=tmp_path / "recipe.py")
+    assert any("own load_state_dict()" in note for note in source.notes)
+    g, v, w = (weights[name].double().numpy() for name in ("1.weight_g", "1.weight_v", "0.gamma"))
+    x = torch.randn(3, 8)
+    row = x.double().numpy()
+    y = row / np.sqrt((row * row).mean(-1, keepdims=True) + 1e-5) * w
+    y = y @ (g * v / np.sqrt((v * v).sum(1, keepdims=True))).T + weights["1.bias"].double().numpy()
+    mean, var, a, b = (weights[f"2.{n}"].double().numpy() for n in ("running_mean", "running_var", "weight", "bias"))
+    y = (y - mean) / np.sqrt(var + 1e-5) * a + b
+    np.testing.assert_allclose(source.model(x).detach().numpy(), y, rtol=1e-4, atol=1e-5)
+    torch.save(weights | {"0.delta": torch.ones(8)}, tmp_path / "odd.pt")
+    with pytest.raises(InputError, match=r"unexpected: .*0\.delta"):
+        load_source(tmp_path / "odd.pt", recipe=tmp_path / "recipe.py")
 
 
 def sharded(folder: Path, weights: dict[str, torch.Tensor], places: dict[str, str]) -> Path:
@@ -526,6 +580,11 @@ def test_a_tied_weight_may_be_given_once(tmp_path: Path) -> None:
     assert "tied weights: head.weight is emb.weight" in source.notes
     assert torch.equal(source.model.head.weight, weight)
     assert source.model.head.weight is source.model.emb.weight
+    torch.save({"emb.weight": weight, "head.weight": weight.clone()}, tmp_path / "both.pt")
+    assert torch.equal(load_source(tmp_path / "both.pt", recipe=recipe).model.head.weight, weight)
+    torch.save({"emb.weight": weight, "head.weight": weight * 2}, tmp_path / "untied.pt")
+    with pytest.raises(InputError, match=r"emb\.weight and head\.weight differ"):
+        load_source(tmp_path / "untied.pt", recipe=recipe)
 
 
 def test_state_key_takes_another_entry(files: dict[str, Path], tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ CONTAINERS = (
     *("ema", "ema_state_dict", "model_ema", "params_ema", "state_dict_ema"),
 )
 PREFIXES = ("module.", "_orig_mod.", "model.")
+# What wrappers call the module inside of them: torch.compile, DataParallel, FSDP, activation checkpoints, Lightning.
+WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
 _EXTRA = "_extra_state"  # how a module's own record ends, of which torch.nn.Module knows nothing more
 _COUNT = "n_averaged"  # what torch.optim.swa_utils.AveragedModel keeps beside the weights
 _SHOWN = 6
@@ -66,7 +68,11 @@ def load_state(model: nn.Module, weights: Weights, path: Path, recipe: Path, not
     if change:
         notes.append(f"keys of {path.name}: {change}")
     missing = _not_tied([k for k in target if k not in renamed], target, renamed, notes)
-    _refuse_keys(path, recipe, missing, [k for k in renamed if k not in target])
+    unexpected = [k for k in renamed if k not in target]
+    if (missing or unexpected) and _loads_by_itself(model, renamed):
+        notes.append(f"keys of {path.name}: fitted by the model's own load_state_dict(), as old names are")
+        return
+    _refuse_keys(path, recipe, missing, unexpected)
     wrong = [
         f"{k} is {_dims(renamed[k])}, the recipe's is {_dims(target[k])}"
         for k in renamed
@@ -75,10 +81,23 @@ def load_state(model: nn.Module, weights: Weights, path: Path, recipe: Path, not
     if wrong:
         raise InputError(f"{path}: {_some(wrong, '; ')} ({recipe})")
     renamed = {name: _plain(path, name, value) for name, value in renamed.items()}
+    _refuse_untied(path, recipe, renamed, target)
     _note_dtypes(renamed, target, notes)
     with torch.no_grad():
         for name, value in renamed.items():
             target[name].copy_(value)
+
+
+def _loads_by_itself(model: nn.Module, weights: Weights) -> bool:
+    """Load weights as the model's classes do, which may know older names of theirs; whether that took every key.
+
+    torch's own do: weight_norm's g and v, a BatchNorm that had no counter yet. It loads strictly or is refused after.
+    """
+    try:
+        model.load_state_dict(weights, strict=True)
+    except Exception:  # the model's own code, which may fail in any way on names that it does not know
+        return False
+    return True
 
 
 def _holds_weights(entry: Any) -> bool:
@@ -130,9 +149,10 @@ def _renamings(keys: list[str]) -> Iterator[tuple[list[str], str]]:
     for end in range(1, len(shared) + 1):
         prefix = ".".join(shared[:end]) + "."
         yield [key.removeprefix(prefix) for key in keys], f"prefix '{prefix}' removed"
-    bare = [_without_wrappers(k) for k in keys]
-    yield bare, "'module' and '_orig_mod' removed"
-    yield from _stripped(bare, ["'module' and '_orig_mod' removed"])
+    bare = [_without_wrappers(key) for key in keys]
+    gone = " and ".join(f"'{name}'" for name in WRAPPERS if any(name in key.split(".") for key in keys)) + " removed"
+    yield bare, gone
+    yield from _stripped(bare, [gone])
     yield [f"model.{k}" for k in keys], "prefix 'model.' added"
 
 
@@ -150,7 +170,7 @@ def _shared_prefix(keys: list[str]) -> list[str]:
 
 
 def _without_wrappers(key: str) -> str:
-    return ".".join(part for part in key.split(".") if part not in ("_orig_mod", "module"))
+    return ".".join(part for part in key.split(".") if part not in WRAPPERS)
 
 
 def _not_tied(missing: list[str], target: Mapping[str, torch.Tensor], given: Weights, notes: list[str]) -> list[str]:
@@ -161,6 +181,20 @@ def _not_tied(missing: list[str], target: Mapping[str, torch.Tensor], given: Wei
     if tied:
         notes.append("tied weights: " + ", ".join(f"{k} is {v}" for k, v in tied.items()))
     return [k for k in missing if k not in tied]
+
+
+def _refuse_untied(path: Path, recipe: Path, given: Weights, target: Mapping[str, torch.Tensor]) -> None:
+    """One tensor of the model can't hold two weights: whichever came last would be in both places."""
+    first: dict[tuple[int, torch.Size], str] = {}
+    for name in given:
+        if not target[name].numel():
+            continue
+        other = first.setdefault((target[name].data_ptr(), target[name].shape), name)
+        if not torch.equal(given[other], given[name]):
+            raise InputError(
+                f"{path}: {other} and {name} differ, and {recipe} builds a model in which they are one tensor: "
+                "untie them there, or save the file without the one that is not used"
+            )
 
 
 def _refuse_keys(path: Path, recipe: Path, missing: list[str], unexpected: list[str]) -> None:
