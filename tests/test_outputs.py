@@ -29,9 +29,28 @@ class Result:
 
 torch.export.register_dataclass(Result)
 
+
+@dataclasses.dataclass
+class Unregistered:
+    """One that PyTorch has not been told of."""
+
+    last: torch.Tensor
+    parts: dict[str, Part]
+    loss: torch.Tensor | None = None
+
+
+@dataclasses.dataclass
+class Part:
+    """Inside of another."""
+
+    total: torch.Tensor
+    steps: int = 3
+
+
 RETURNS: dict[str, Any] = {
     "named tuple": Pair,
     "dataclass": lambda y, total: Result(y, total),
+    "dataclass unknown to torch": lambda y, total: Unregistered(y, collections.OrderedDict(a=Part(total))),
     "number and text": lambda y, total: (y, 3, total, "text", 0.5),
     "nested": lambda y, total: {"a": [y, None], "b": Pair(total, None)},
     "ordered dict": lambda y, total: collections.OrderedDict(z=y, a=total),
@@ -61,6 +80,8 @@ def test_a_container_of_the_users_is_written_into_the_bundle(returns: str, tmp_p
         first, second = bundle.session(backend)(x)
         np.testing.assert_allclose(first.numpy(), y, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(second.numpy(), y.sum(-1), rtol=1e-4, atol=1e-5)
+    if returns == "dataclass unknown to torch":
+        assert [output["name"] for output in bundle.manifest["signature"]["outputs"]] == ["last", "parts.a.total"]
     program = bundle.program()
     assert program is not None
     spec = program.call_spec.out_spec

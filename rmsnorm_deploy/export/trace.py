@@ -36,6 +36,7 @@ from rmsnorm_deploy.load import Source, refused_call
 from rmsnorm_deploy.load.infer import first_layer
 from rmsnorm_deploy.load.prepare import structural_copy
 from rmsnorm_deploy.load.quantized import quantized_modules
+from rmsnorm_deploy.runtime.results import opened
 
 MIN_TORCH_OPSET = 18
 _BULKY_METADATA = (
@@ -93,6 +94,7 @@ def _try(attempt: _Attempt, source: Source, opset: int) -> Traced:
     A failed one leaves marks: on the tensors, which axes are dynamic; in caches of the model, symbols for their sizes.
     """
     model = structural_copy(source.model)[0]
+    model.register_forward_hook(lambda module, given, result: opened(result))
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (attempt.args, attempt.kwargs))
     try:
         with torch.no_grad(), silence():

@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from rmsnorm_deploy.errors import BackendUnavailable, InputError
 from rmsnorm_deploy.runtime.binding import bind_call, bind_parameters, key_text
 from rmsnorm_deploy.runtime.optional import one_line
+from rmsnorm_deploy.runtime.results import opened
 from rmsnorm_deploy.runtime.session import BundleLike, Session
 from rmsnorm_deploy.runtime.signature import check_feeds
 from rmsnorm_deploy.runtime.tensors import Array, is_array, to_torch
@@ -93,7 +94,7 @@ class PyTorchSession(Session):
 
     def _outputs(self, result: Any) -> list[torch.Tensor]:
         """The tensors of the result in order; numbers count only where the manifest has a place for them."""
-        leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, (torch.Tensor, bool, int, float))]
+        leaves = [x for x in pytree.tree_leaves(opened(result)) if isinstance(x, (torch.Tensor, bool, int, float))]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         expected = len(self.signature.outputs)
         if len(tensors) != expected and len(leaves) == expected:
