@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -288,8 +289,11 @@ def test_nothing_is_left_under_the_bundles_name_when_the_export_fails(tmp_path: 
                 return x
             return -x
 
-    with pytest.raises(InputError, match="can't trace Broken"):
+    with pytest.raises(InputError, match="can't trace Broken") as refused:
         export_model(Broken(), (torch.randn(2, 3),), out_dir=tmp_path / "b")
+    says = str(refused.value)
+    assert re.search(r"test_pipeline\.py:\d+ `if x\.sum\(\) > 0:`: it asks for the value of a tensor", says)
+    assert "\n" not in says
     assert list(tmp_path.iterdir()) == []
 
 

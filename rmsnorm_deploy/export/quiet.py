@@ -4,9 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
 import logging
+import traceback
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+_PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_STANDARD = str(Path(contextlib.__file__).parent)
+
+
+def why_not_traced(error: BaseException) -> str:
+    """The innermost cause and the line of the model's code that it comes from, in one line."""
+    said, place = reason(error), _line(error)
+    if "data-dependent" in said or "data dependent" in said:
+        said = f"it asks for the value of a tensor, which no graph has: torch.where or torch.cond are traced ({said})"
+    return f"{place}: {said}" if place else said
+
+
+def _line(error: BaseException | None) -> str:
+    """Where in the model's code an error was raised: FILE:LINE `code`; "" if nowhere in it."""
+    place = ""
+    while error is not None:
+        for frame, number in traceback.walk_tb(error.__traceback__):
+            file = frame.f_code.co_filename
+            if _is_a_models(file):
+                place = f"{Path(file).name}:{number} `{linecache.getline(file, number).strip()[:100]}`"
+        error = error.__cause__
+    return place
+
+
+def _is_a_models(file: str) -> bool:
+    """Whether a file is not of torch, this package or Python, in whose folder other packages may lie."""
+    standard = file.startswith(_STANDARD) and "site-packages" not in file
+    return not standard and not file.startswith((*_PACKAGES, "<"))
 
 from rmsnorm_deploy.spoken import spoken
 

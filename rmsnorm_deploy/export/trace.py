@@ -26,7 +26,7 @@ from rmsnorm_deploy.export.naming import (
 )
 from rmsnorm_deploy.export.outputs import with_plain_outputs
 from rmsnorm_deploy.export.own_ops import spell_out
-from rmsnorm_deploy.export.quiet import reason, silence
+from rmsnorm_deploy.export.quiet import reason, silence, why_not_traced
 from rmsnorm_deploy.export.scalars import restore_scalars
 from rmsnorm_deploy.export.stacked import stack_weights
 from rmsnorm_deploy.export.straighten import straighten
@@ -100,7 +100,7 @@ def _try(attempt: _Attempt, source: Source, opset: int) -> Traced:
         with torch.no_grad(), silence():
             program = torch.export.export(model, args, kwargs, dynamic_shapes=attempt.shapes, strict=False)
     except Exception as error:  # torch.export raises whatever the model's own code raises
-        raise _Refused(f"PyTorch can't trace {type(source.model).__name__}: {reason(error)}") from error
+        raise _Refused(f"PyTorch can't trace {type(source.model).__name__}: {why_not_traced(error)}") from error
     _check_values(program, source)
     traced = _from_program(program, source, opset)
     traced.notes += [attempt.note] if attempt.note else _fixed(traced, source)
