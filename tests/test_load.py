@@ -849,6 +849,7 @@ def foreign_files(folder: Path) -> dict[str, str]:
         "text.onnx": b"hello, this is no protobuf",
         "empty_graph.onnx": onnx_model.SerializeToString(),
         "bad.gguf": b"GGUF" + bytes(40),
+        "cut.gguf": b"GGUF" + (3).to_bytes(4, "little") + (9).to_bytes(8, "little") * 2 + bytes(7),
     }
     for name, content in data.items():
         (folder / name).write_bytes(content)
@@ -873,6 +874,7 @@ def foreign_files(folder: Path) -> dict[str, str]:
         "text.onnx": "not an ONNX model",
         "empty_graph.onnx": "without nodes",
         "bad.gguf": "bad.gguf|gguf",
+        "cut.gguf": "cut.gguf: the file is cut short or damaged",
         "bare": "without config.json",
         "adapter": "LoRA",
         "done.bundle": "bundle made by this tool",

@@ -16,7 +16,7 @@ from rmsnorm_deploy.parity.samples import dim_size, load_samples, make_samples
 def manifest(*inputs: dict[str, Any], **dims: tuple[int, int | None, int | None]) -> dict[str, Any]:
     limits = {name: {"example": e, "min": low, "max": high} for name, (e, low, high) in dims.items()}
     filled = [{"path": item["name"], "high": None, **item} for item in inputs]
-    return {"signature": {"inputs": filled}, "dims": limits}
+    return {"signature": {"parameters": [], "inputs": filled, "outputs": []}, "dims": limits}
 
 
 HIDDEN = {"name": "hidden", "dtype": "float32", "shape": ["batch", "seq", 16]}
@@ -159,6 +159,8 @@ def test_user_files_are_cast_to_the_models_dtypes(tmp_path: Path) -> None:
         ({"hidden": np.ones((1, 2, 16))}, "lacks input 'ids'"),
         ({"hidden": np.ones((1, 2, 16)), "ids": np.ones((1, 2), int), "x": np.ones(1)}, "unknown input 'x'"),
         ({"hidden": np.ones((2, 16)), "ids": np.ones((1, 2), int)}, "'hidden' has rank 2, the model takes rank 3"),
+        ({"hidden": np.ones((1, 2, 17)), "ids": np.ones((1, 2), int)}, "axis 2 was fixed at 16"),
+        ({"hidden": np.ones((1, 2, 16)), "ids": np.ones((1, 3), int)}, "'seq'"),
         ({"hidden": np.ones((1, 2, 16)), "ids": np.full((1, 2), 100)}, "ids outside 0..99"),
         ({"hidden": np.ones((1, 2, 16)), "ids": np.full((1, 2), 0.5)}, "'ids' is float64"),
         ({"hidden": np.full((1, 2, 16), "a"), "ids": np.ones((1, 2), int)}, "'hidden' is <U1"),

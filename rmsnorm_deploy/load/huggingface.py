@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -176,7 +177,7 @@ def _config(transformers: ModuleType, folder: Path, gguf: str | None) -> Any:
         extra = {"gguf_file": gguf} if gguf else {}
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **extra)
     except LOAD_ERRORS as error:
-        raise InputError(f"{folder}: {_why(error)}") from error
+        raise InputError(f"{folder / gguf if gguf else folder}: {_why(error)}") from error
 
 
 def _model_class(transformers: ModuleType, path: Path, config: Any) -> Any:
@@ -235,5 +236,7 @@ def _has_experts(config: Any) -> bool:
 
 
 def _why(error: BaseException) -> str:
+    if isinstance(error, struct.error):
+        return f"the file is cut short or damaged ({error})"
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:240]}" if lines else type(error).__name__

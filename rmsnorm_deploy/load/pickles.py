@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
+import struct
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ LOAD_ERRORS = (
     OSError,
     ImportError,
     pickle.UnpicklingError,
+    struct.error,
 )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.parity.ulp import FORMATS, Array, Array64
+from rmsnorm_deploy.runtime.signature import Signature, check_feeds
 
 # torch.export writes 2 as the minimum of dims whose user named none: only a larger one is the user's word
 _PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101)
@@ -84,7 +85,7 @@ def load_samples(path: Path, manifest: Mapping[str, Any]) -> list[Sample]:
     float arrays are cast to the input's dtype (numpy has no bfloat16), integers too where no value changes.
 
     Raises:
-        InputError: no such file, not an .npz, or a name, rank or dtype that does not fit.
+        InputError: no such file, not an .npz, or a name, shape or dtype that does not fit.
     """
     inputs = {item["name"]: item for item in manifest["signature"]["inputs"]}
     try:
@@ -100,6 +101,10 @@ def load_samples(path: Path, manifest: Mapping[str, Any]) -> list[Sample]:
         problem = f"lacks input {wrong[0]!r}" if missing else f"has an unknown input {wrong[0]!r}"
         raise InputError(f"{path} {problem}; the model takes {', '.join(inputs)}")
     feeds = {name: _fit(path, item, arrays[name]) for name, item in inputs.items()}
+    try:
+        check_feeds(Signature.from_manifest(manifest), feeds)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
     return [Sample(f"user, {path.name}", "user", feeds)]
 
 
