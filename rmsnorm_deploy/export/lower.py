@@ -3,6 +3,7 @@
 - A split is written as a sequence and its items: TensorRT has no sequences, and none holds bfloat16. It becomes Split.
 - Operators are given bfloat16 (or float16) that ONNX doesn't define them for at the graph's opset, and no runtime loads
   that. They get casts around them, and compute in float32 as PyTorch's own kernels do.
+- Shifts of uint8, as weights of four bits are unpacked with, end in int8. They get the type that PyTorch gives them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def lower(model: ir.Model) -> None:
             _split(node)
     for node in list(model.graph.all_nodes()):
         if node.domain == "":
+            _unsigned(node)
             _fit_types(node, opset)
 
 
@@ -85,6 +87,17 @@ def _sizes(x: ir.Value, split: ir.Value | None, axis: int) -> list[int] | None:
     if not isinstance(whole, int) or each < 1:
         return None
     return [min(each, whole - start) for start in range(0, whole, each)]
+
+
+def _unsigned(node: ir.Node) -> None:
+    """The casts to int8 that a shift of uint8 ends in, as casts to uint8."""
+    if node.op_type not in ("Cast", "Where") or node.outputs[0].dtype != ir.DataType.UINT8:
+        return
+    ends = [node] if node.op_type == "Cast" else [value.producer() for value in node.inputs[1:] if value is not None]
+    for end in ends:
+        if end is not None and end.op_type == "Cast" and end.attributes["to"].as_int() == ir.DataType.INT8:
+            end.attributes["to"] = ir.AttrInt64("to", ir.DataType.UINT8)
+            end.outputs[0].dtype = ir.DataType.UINT8
 
 
 @functools.cache

@@ -12,8 +12,10 @@ import torch
 import torch.utils._pytree as pytree
 
 from rmsnorm_deploy.errors import InputError
+from rmsnorm_deploy.export import translations
 from rmsnorm_deploy.export.dynamic import Image, fixed_axes, guesses
 from rmsnorm_deploy.export.example import grown
+from rmsnorm_deploy.export.float8 import widen_float8
 from rmsnorm_deploy.export.foreign import from_onnx, from_torchscript
 from rmsnorm_deploy.export.lower import lower
 from rmsnorm_deploy.export.naming import (
@@ -162,7 +164,14 @@ def _from_program(program: torch.export.ExportedProgram, source: Source, opset: 
     portable = with_plain_outputs(spell_out(program))
     try:
         with torch.no_grad(), silence():
-            exported = torch.onnx.export(portable, dynamo=True, opset_version=opset, optimize=False, verbose=False)
+            exported = torch.onnx.export(
+                portable,
+                dynamo=True,
+                opset_version=opset,
+                optimize=False,
+                verbose=False,
+                custom_translation_table=translations.table(),
+            )
     except Exception as error:  # the exporter wraps failures of any kind
         raise _Refused(f"PyTorch can't write the model as ONNX: {reason(error)}") from error
     assert exported is not None
@@ -174,6 +183,7 @@ def _from_program(program: torch.export.ExportedProgram, source: Source, opset: 
     if exported.exported_program is not None:
         restore_scalars(model, exported.exported_program)
     lower(model)
+    widen_float8(model)
     _set_traces_aside(model)
     parameters = _parameters(program, source)
     leaves = call_leaves(program, parameters)
