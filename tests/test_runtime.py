@@ -15,6 +15,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rmsnorm_deploy import native
 from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
@@ -22,7 +23,7 @@ from rmsnorm_deploy.runtime import open_session
 from rmsnorm_deploy.runtime.binding import bind_call, bind_parameters, flatten
 from rmsnorm_deploy.runtime.ort_providers import resolve_providers, tensorrt_options
 from rmsnorm_deploy.runtime.pytorch_session import arguments_like, nest
-from rmsnorm_deploy.runtime.signature import Signature, check_feeds
+from rmsnorm_deploy.runtime.signature import Signature, TensorSpec, check_feeds
 from rmsnorm_deploy.runtime.tensors import DTYPES, buffer_of, to_numpy, to_torch
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
@@ -310,6 +311,14 @@ def test_tensors_without_memory_are_refused_by_name():
         buffer_of("x", torch.ones(2, device="meta"))
     with pytest.raises(InputError, match=r"input 'x' is a torch\.sparse_coo tensor"):
         buffer_of("x", torch.ones(2, 2).to_sparse())
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.ones(2))
+    with pytest.raises(InputError, match="input 'x' is a fake tensor"):
+        buffer_of("x", fake)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    signature = Signature((), (TensorSpec("x", "x", "float32", ("batch", "seq")),), {}, (), {})
+    with pytest.raises(InputError, match="input 'x' is a nested tensor"):
+        check_feeds(signature, {"x": nested})
 
 
 # --- feeds -----------------------------------------------------------------------------------------------------------

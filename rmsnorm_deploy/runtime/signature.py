@@ -108,6 +108,8 @@ def _check_names(expected: Sequence[str], feeds: Mapping[str, Array]) -> None:
 def _check_dtype(spec: TensorSpec, array: object) -> None:
     if not is_array(array):
         raise InputError(f"input {spec.name!r} is a {type(array).__name__}, expected a tensor or numpy array {spec}")
+    if getattr(array, "is_nested", False):
+        raise InputError(f"input {spec.name!r} is a nested tensor, expected {spec}: pad it")
     given = dtype_name(array)  # type: ignore[arg-type]
     if given != spec.dtype:
         raise InputError(f"input {spec.name!r} is {given}, expected {spec.dtype}: convert it before the call")

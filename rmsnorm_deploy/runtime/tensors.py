@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from rmsnorm_deploy.errors import InputError
 
@@ -68,8 +69,10 @@ def plain_torch(name: str, tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         InputError: a tensor without memory of its own kind (sparse, quantized, meta, fake).
     """
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise InputError(f"input {name!r} is a {tensor.layout} tensor on {tensor.device}: pass a dense one with data")
+    fake = isinstance(tensor, FakeTensor)  # says that it is on a device, and has no memory
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta" or fake:
+        kind = "fake" if fake else tensor.layout
+        raise InputError(f"input {name!r} is a {kind} tensor on {tensor.device}: pass a dense one with data")
     tensor = tensor.detach()
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_neg().resolve_conj()
