@@ -108,3 +108,26 @@ def test_float64_has_float64_statistics_by_default() -> None:
     for y in (OURS.rms_norm(x, scale), torch_ops.rms_norm(x, scale), OURS.skip_rms_norm(x, 0 * x, scale)[0]):
         assert float((y - truth(x, scale, None, "inside", 1e-6)).abs().max()) < 1e-14
     assert torch.autograd.gradcheck(lambda *both: OURS.rms_norm(*both), (x.requires_grad_(), scale.requires_grad_()))
+
+
+def test_masks_that_are_functions_are_exported(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 4}
+    config = transformers.Gemma3TextConfig(**sizes, **heads, use_bidirectional_attention=True)
+
+    class Embedder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = transformers.Gemma3TextModel(config)
+
+        def forward(self, input_ids: Tensor) -> Any:
+            return self.model(input_ids=input_ids, use_cache=False, return_dict=False)[0]
+
+    model = Embedder().eval()
+    bundle = export_model(model, (torch.arange(12).view(2, 6),), out_dir=tmp_path / "b")
+    assert len(bundle.norms) == 13
+    ids = torch.arange(21).view(3, 7)
+    (found,) = bundle.session("onnxruntime")(ids)
+    with torch.no_grad():
+        torch.testing.assert_close(found.double(), model.double()(ids), rtol=1e-3, atol=1e-4)

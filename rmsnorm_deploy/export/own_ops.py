@@ -1,6 +1,8 @@
-"""The package's own PyTorch operators in a traced program, taken apart into the operations that they stand for.
+"""Operators in a traced program that stand for others, taken apart into these.
 
-ONNX has no function for them, and parity's oracle must compute what they mean: a float32 kernel is no float64 truth.
+The package's own: ONNX has no function for them, and parity's oracle must compute what they mean, where a float32 kernel
+is no float64 truth. And functions that torch.vmap was given, as masks of transformers are built: PyTorch traces a call of
+them that it can't save.
 """
 
 from __future__ import annotations
@@ -12,19 +14,19 @@ import torch
 
 from rmsnorm_deploy.export.quiet import silence
 
-_NAMES = ("rmsnorm_deploy.rms_norm.default", "rmsnorm_deploy.skip_rms_norm.default")
+_NAMES = ("rmsnorm_deploy.rms_norm.default", "rmsnorm_deploy.skip_rms_norm.default", "flat_apply")
 
 
 def spell_out(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """``program`` itself where it calls none of the operators, else the same program in PyTorch's own operations."""
-    if not _calls_ours(program):
+    if not _calls_them(program):
         return program
     with torch.no_grad(), silence():
         plain: torch.export.ExportedProgram = program.run_decompositions(_table())
     return plain
 
 
-def _calls_ours(program: torch.export.ExportedProgram) -> bool:
+def _calls_them(program: torch.export.ExportedProgram) -> bool:
     graphs = (module.graph for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule))
     targets = (node.target for graph in graphs for node in graph.nodes)
     return any(str(target) in _NAMES for target in targets)

@@ -13,6 +13,7 @@ import torch.utils._pytree as pytree
 
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.export import translations
+from rmsnorm_deploy.export.complex_numbers import with_pairs
 from rmsnorm_deploy.export.dynamic import Image, fixed_axes, guesses
 from rmsnorm_deploy.export.example import grown
 from rmsnorm_deploy.export.float8 import widen_float8
@@ -165,7 +166,7 @@ def _from_program(program: torch.export.ExportedProgram, source: Source, opset: 
     try:
         with torch.no_grad(), silence():
             exported = torch.onnx.export(
-                portable,
+                with_pairs(portable),
                 dynamo=True,
                 opset_version=opset,
                 optimize=False,
