@@ -1,8 +1,8 @@
 """Operators in a traced program that stand for others, taken apart into these.
 
-The package's own: ONNX has no function for them, and parity's oracle must compute what they mean, where a float32 kernel
-is no float64 truth. And functions that torch.vmap was given, as masks of transformers are built: PyTorch traces a call of
-them that it can't save.
+The package's own: ONNX has no function for them, and parity's oracle must compute what they mean, where a float32
+kernel is no float64 truth. And functions that torch.vmap was given, as masks of transformers are built: PyTorch traces
+a call of them that it can't save.
 """
 
 from __future__ import annotations
