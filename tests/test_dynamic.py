@@ -255,3 +255,23 @@ def test_a_mask_fixes_the_sequence_of_torchscript(tmp_path: Path) -> None:
         (got,) = bundle.session("onnxruntime")(x, mask)
         wanted = exact(x, model.norm.weight) * mask.double().numpy()[..., None]
         np.testing.assert_allclose(got.numpy(), wanted, rtol=2e-5, atol=5e-6)
+
+
+class Rest(nn.Module):
+    """Takes its second tensor among ``**others``."""
+
+    def forward(self, x: torch.Tensor, **others: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rms_norm(x + others["bias"], (8,), eps=1e-5)
+
+
+@pytest.mark.parametrize("nested", [None, True, False])
+def test_tensors_among_the_rest_of_the_keywords_have_dynamic_axes(nested: bool | None, tmp_path: Path) -> None:
+    axes = {0: "rows"}
+    shapes = None if nested is None else {"x": axes, **({"others": {"bias": axes}} if nested else {"bias": axes})}
+    x = torch.randn(3, 8)
+    bundle = export_model(Rest().eval(), (x,), {"bias": x}, out_dir=tmp_path / "b", dynamic_shapes=shapes)
+    x, bias = torch.randn(5, 8), torch.randn(5, 8)
+    wide = (x + bias).double().numpy()
+    y = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-5)
+    for backend in ("onnxruntime", "pytorch"):
+        np.testing.assert_allclose(bundle.session(backend)(x, bias=bias)[0].numpy(), y, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Whatever a model returns its tensors in, the bundle yields them in order, and can be read where no class of it is."""
+"""Whatever a model returns its tensors in, the bundle yields them in order, and is read where no class of it is."""
 
 from __future__ import annotations
 
@@ -103,3 +103,17 @@ def test_the_users_own_program_is_changed(tmp_path: Path) -> None:
     result = program.module()(x)
     assert result[1] == 3
     assert result[3] == "text"
+
+
+def test_a_named_tuple_among_the_arguments_is_written_into_the_bundle(tmp_path: Path) -> None:
+    class Difference(nn.Module):
+        def forward(self, pair: Pair) -> torch.Tensor:
+            return nn.functional.rms_norm(pair.first - pair.second, (8,), eps=1e-5)
+
+    pair = Pair(torch.randn(3, 8), torch.randn(3, 8))
+    bundle = export_model(Difference().eval(), (pair,), out_dir=tmp_path / "b")
+    wide = (pair.first - pair.second).double().numpy()
+    y = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-5)
+    bundle.eager = None  # so that PyTorch runs the program of the file
+    for backend in ("onnxruntime", "pytorch"):
+        np.testing.assert_allclose(bundle.session(backend)(pair)[0].numpy(), y, rtol=1e-5, atol=1e-6)

@@ -28,6 +28,40 @@ def by_parameter(model: torch.nn.Module, args: tuple[Any, ...]) -> dict[str, Any
     return named
 
 
+def name_keywords(model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Give ``model.forward`` a parameter for each of ``kwargs`` that its ``**rest`` takes.
+
+    torch.export fails where a tensor among ``**rest`` has a dynamic axis.
+    """
+    forward = model.forward
+    plain = inspect.signature(forward)
+    others = [name for name in kwargs if name not in plain.parameters]
+    if _rest(model) is None or not others:
+        return
+
+    def named(*args: Any, **given: Any) -> Any:
+        return forward(*args, **given)
+
+    kept = [p for p in plain.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in others]
+    named.__signature__ = plain.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
+    model.forward = named
+
+
+def keywords_beside(model: torch.nn.Module, shapes: Any) -> Any:
+    """``dynamic_shapes`` with those of ``**rest`` beside the others, which torch.export has in a dict of that name."""
+    rest = _rest(model)
+    if rest is None or not isinstance(shapes, Mapping) or not isinstance(shapes.get(rest), Mapping):
+        return shapes
+    return {**{key: spec for key, spec in shapes.items() if key != rest}, **shapes[rest]}
+
+
+def _rest(model: torch.nn.Module) -> str | None:
+    """The name of forward's ``**rest``."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD), None)
+
+
 def take_names(call: Mapping[str, Any], shapes: Any) -> tuple[Any, Dims]:
     """``shapes`` as torch.export takes them, and the names that they hold, by path of the tensor.
 

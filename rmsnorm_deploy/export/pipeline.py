@@ -20,7 +20,7 @@ from rmsnorm_deploy import __version__
 from rmsnorm_deploy.bundle import FORMAT, MODEL, REFERENCE, Bundle, save_program, seal, write_manifest
 from rmsnorm_deploy.collector import rare_collections
 from rmsnorm_deploy.errors import InputError
-from rmsnorm_deploy.export.dynamic import by_parameter, take_names, usual_names
+from rmsnorm_deploy.export.dynamic import by_parameter, keywords_beside, take_names, usual_names
 from rmsnorm_deploy.export.foreign import script_leaves
 from rmsnorm_deploy.export.onnx_reader import read_onnx
 from rmsnorm_deploy.export.precision import cast_floats, cast_module
@@ -110,7 +110,7 @@ def _source(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_s
         call = dict(script_leaves(source))
         source.dims = usual_names(call) if dynamic_shapes is None else take_names(call, dynamic_shapes)[1]
         return source
-    shapes, dims = take_names({**by_parameter(module, args), **kwargs}, dynamic_shapes)
+    shapes, dims = take_names({**by_parameter(module, args), **kwargs}, keywords_beside(module, dynamic_shapes))
     return Source("module", module, args, kwargs, shapes, dims, notes=notes)
 
 

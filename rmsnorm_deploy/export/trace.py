@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.export import translations
 from rmsnorm_deploy.export.complex_numbers import with_pairs
-from rmsnorm_deploy.export.dynamic import Image, fixed_axes, guesses
+from rmsnorm_deploy.export.dynamic import Image, fixed_axes, guesses, name_keywords
 from rmsnorm_deploy.export.example import grown
 from rmsnorm_deploy.export.float8 import widen_float8
 from rmsnorm_deploy.export.foreign import from_onnx, from_torchscript
@@ -27,7 +27,7 @@ from rmsnorm_deploy.export.naming import (
     record_ranges,
     vocabularies,
 )
-from rmsnorm_deploy.export.outputs import with_plain_outputs
+from rmsnorm_deploy.export.outputs import with_plain_call
 from rmsnorm_deploy.export.own_ops import spell_out
 from rmsnorm_deploy.export.quiet import reason, silence, why_not_traced
 from rmsnorm_deploy.export.scalars import restore_scalars
@@ -99,6 +99,7 @@ def _try(attempt: _Attempt, source: Source, opset: int) -> Traced:
     model = structural_copy(source.model)[0]
     model.register_forward_hook(lambda module, given, result: opened(result))
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (attempt.args, attempt.kwargs))
+    name_keywords(model, kwargs)
     try:
         with torch.no_grad(), silence():
             program = torch.export.export(model, args, kwargs, dynamic_shapes=attempt.shapes, strict=False)
@@ -162,7 +163,7 @@ def _attempts(source: Source) -> Iterator[_Attempt]:
 
 
 def _from_program(program: torch.export.ExportedProgram, source: Source, opset: int) -> Traced:
-    portable = with_plain_outputs(spell_out(program))
+    portable = with_plain_call(spell_out(program))
     try:
         with torch.no_grad(), silence():
             exported = torch.onnx.export(
