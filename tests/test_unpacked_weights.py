@@ -102,19 +102,3 @@ def test_shifts_of_bytes_are_shifts_of_unsigned_numbers(tmp_path: Path) -> None:
     weight = np.stack([packed % 16, packed // 16], -1).reshape(WIDTH, WIDTH) - 8
     normed = row / np.sqrt((row * row).mean(-1, keepdims=True) + 1e-6)
     np.testing.assert_allclose(y.numpy(), normed @ weight.T + (packed % 16 * 16).sum(), rtol=1e-5)
-
-
-def test_a_stable_sort_keeps_the_order_of_equal_elements(tmp_path: Path) -> None:
-    class Sorted(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            up, places = torch.sort(x.round(), dim=1, stable=True)
-            down = torch.argsort(x.round(), dim=-1, descending=True, stable=True)
-            return nn.functional.rms_norm(up, (WIDTH,)), places, down
-
-    x = torch.randn(2, 7, WIDTH)
-    bundle = export_model(Sorted(), (x,), out_dir=tmp_path / "b")
-    for size in (7, 3):
-        rounded = x[:, :size].round()
-        _, places, down = bundle.session("onnxruntime")(x[:, :size])
-        np.testing.assert_array_equal(places.numpy(), np.argsort(rounded.numpy(), 1, kind="stable"))
-        np.testing.assert_array_equal(down.numpy(), np.argsort(-rounded.numpy(), -1, kind="stable"))

@@ -24,6 +24,7 @@ from rmsnorm_deploy.export.dynamic import by_parameter, keywords_beside, take_na
 from rmsnorm_deploy.export.foreign import script_leaves
 from rmsnorm_deploy.export.onnx_reader import read_onnx
 from rmsnorm_deploy.export.precision import cast_floats, cast_module
+from rmsnorm_deploy.export.quiet import reason
 from rmsnorm_deploy.export.trace import trace
 from rmsnorm_deploy.export.traced import Traced
 from rmsnorm_deploy.export.weights import DATA_FILE, Stored, save_graph, write_weights
@@ -139,7 +140,7 @@ def _write_model(source: Source, options: Options, folder: Path, progress: Progr
         stored = write_weights(traced.model, folder)
         save_graph(traced.model, folder / REFERENCE)
         if traced.program is not None:
-            save_program(traced.program, folder, _places(traced, stored))
+            _save(traced.program, folder, _places(traced, stored))
     with progress("fuse"):
         fused = fuse(traced.model)
     with progress("write"):
@@ -149,6 +150,15 @@ def _write_model(source: Source, options: Options, folder: Path, progress: Progr
     manifest = _manifest(source, options, traced, fused)
     write_manifest(folder, manifest)
     return manifest
+
+
+def _save(program: torch.export.ExportedProgram, folder: Path, places: dict[str, dict[str, Any]]) -> None:
+    try:
+        save_program(program, folder, places)
+    except OSError:
+        raise
+    except Exception as error:  # torch.export.save has no error of its own for what it can't write
+        raise InputError(f"PyTorch can't write the traced program to a file: {reason(error)}") from error
 
 
 def in_precision(source: Source, precision: str) -> Source:

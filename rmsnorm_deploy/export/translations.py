@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from onnxscript import opset18
+from onnxscript import opset18 as _opset18
+
+opset18: Any = _opset18  # its types are of values as numpy has them
 
 
 def table() -> dict[Any, Callable[..., Any]]:
     """For ``torch.onnx.export(custom_translation_table=...)``."""
-    return {torch.ops.aten.sort.stable: _stable_sort}
+    aten = torch.ops.aten
+    return {aten.sort.stable: _stable_sort, aten._cdist_forward.default: _distances}
 
 
 def _stable_sort(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
     """TopK of all: of equal elements the first comes first, in both directions."""
     size = opset18.Shape(self, start=dim, end=None if dim == -1 else dim + 1)
     return opset18.TopK(self, size, axis=dim, largest=int(descending), sorted=1)
+
+
+def _distances(x1: Any, x2: Any, p: float, compute_mode: int | None = None) -> Any:
+    """The p-norms of all differences of two rows: [..., n, width] and [..., m, width] give [..., n, m]."""
+    one, other = opset18.Constant(value_ints=[-2]), opset18.Constant(value_ints=[-3])
+    size = opset18.Abs(opset18.Sub(opset18.Unsqueeze(x1, one), opset18.Unsqueeze(x2, other)))
+    last = opset18.Constant(value_ints=[-1])
+    if p == math.inf:
+        return opset18.ReduceMax(size, last, keepdims=0)
+    if p == 1:
+        return opset18.ReduceSum(size, last, keepdims=0)
+    if p == 2:
+        return opset18.Sqrt(opset18.ReduceSum(opset18.Mul(size, size), last, keepdims=0))
+    exponent = opset18.CastLike(opset18.Constant(value_float=p), x1)
+    total = opset18.ReduceSum(opset18.Pow(size, exponent), last, keepdims=0)
+    return opset18.Pow(total, opset18.Reciprocal(exponent))
