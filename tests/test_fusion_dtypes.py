@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
+import torch
 from fusion_graphs import check, feeds_of, fused, graph, run
+
+from rmsnorm_deploy import export_model
 
 F16 = "float16[N, S, 12] x"
 WIDE = "f = Cast<to = 1>(x) sq = Mul(f, f) ms = ReduceMean(sq, last) me = Add(ms, eps) rt = Sqrt(me) n = Div(f, rt) "
@@ -49,7 +55,7 @@ CASES = {
         "float32"),
     "float32 scale, half out": (WIDE + "m = Mul(w, n) y = Cast<to = 10>(m)", "float16", "before_cast", "float32"),
     "float32 out": (WIDE + "y = Mul(w, n)", "float", "after_cast", "float32"),
-    "no scale": (WIDE + "y = Cast<to = 10>(n)", "float16", "after_cast", "half"),
+    "no scale": (WIDE + "y = Cast<to = 10>(n)", "float16", "before_cast", "half"),
     "bias": (WIDE + "m = Mul(w, n) k = Add(m, b) y = Cast<to = 10>(k)", "float16", "before_cast", "float32"),
     "half statistics": ("sq = Mul(x, x) ms = ReduceMean(sq, last) e = CastLike(eps, x) me = Add(ms, e) rt = Sqrt(me) "
         "n = Div(x, rt) wh = Cast<to = 10>(w) y = Mul(n, wh)", "float16", "after_cast", "half"),
@@ -186,3 +192,16 @@ def test_the_scale_of_a_half_model_is_read_as_float32() -> None:
     norm = next(node for node in proto.graph if node.op_type.startswith("RMSNorm"))
     assert norm.inputs[1] is not None
     assert norm.inputs[1].dtype == ir.DataType.FLOAT16
+
+
+def test_a_bfloat16_norm_without_a_scale_runs_in_stock_onnxruntime(tmp_path: Path) -> None:
+    class Unscaled(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.rms_norm(x.bfloat16(), (16,), eps=1e-5).float()
+
+    x = torch.randn(3, 16)
+    bundle = export_model(Unscaled(), (x,), out_dir=tmp_path / "b")
+    session = onnxruntime.InferenceSession(str(bundle.model_path))
+    row = x.bfloat16().double().numpy()
+    expected = row / np.sqrt((row * row).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(session.run(None, {"x": x.numpy()})[0], expected, rtol=2**-8)

@@ -44,6 +44,11 @@ def _with_plain_inputs(program: torch.export.ExportedProgram) -> torch.export.Ex
     )
 
 
+def has_named_tuples(arguments: Any) -> bool:
+    """Whether a program of these arguments takes others in their place."""
+    return pytree.tree_structure(_without_names(arguments)) != pytree.tree_structure(arguments)
+
+
 def _without_names(value: Any) -> Any:
     """Tuples, lists and dicts as they are, named tuples as dicts."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):

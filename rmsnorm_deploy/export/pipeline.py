@@ -23,6 +23,7 @@ from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.export.dynamic import by_parameter, keywords_beside, take_names, usual_names
 from rmsnorm_deploy.export.foreign import script_leaves
 from rmsnorm_deploy.export.onnx_reader import read_onnx
+from rmsnorm_deploy.export.outputs import has_named_tuples
 from rmsnorm_deploy.export.precision import cast_floats, cast_module
 from rmsnorm_deploy.export.quiet import reason
 from rmsnorm_deploy.export.trace import trace
@@ -70,7 +71,7 @@ def export_model(
     Args:
         model: a module (left exactly as it is), a program, a TorchScript module, an ONNX model, or the path of any file
             that the command takes.
-        args, kwargs: an example call. Tensors become inputs; other values are fixed.
+        args, kwargs: an example call. Tensors become inputs; numbers, texts and None are fixed.
         out_dir: the bundle's folder.
         dynamic_shapes: as in ``torch.export.export``, or with names in place of Dims; by default every axis that may be
             a batch or a sequence. Of a TorchScript module, whose axes are dynamic by name alone, those with names.
@@ -86,7 +87,12 @@ def export_model(
     source = _source(model, tuple(args), dict(kwargs or {}), dynamic_shapes)
     options = Options(Path(out_dir), precision, opset, (), check, benchmark, force)
     bundle = run(source, options, lambda stage: nullcontext())
-    if isinstance(model, torch.nn.Module) and precision == "keep" and _caches(model) == _caches(source.model):
+    if (
+        isinstance(model, torch.nn.Module)
+        and bundle.eager is not None
+        and precision == "keep"
+        and _caches(model) == _caches(source.model)
+    ):
         bundle.eager = model
     return bundle
 
@@ -125,7 +131,9 @@ def run(source: Source, options: Options, progress: Progress) -> Bundle:
     with new_bundle(options.out_dir, replace=options.force) as folder:
         with rare_collections():
             manifest = _write_model(source, options, folder, progress)
-        eager = source.model if source.kind in ("module", "torchscript") else None
+        # the program, and what is read from the bundle, takes dicts in place of named tuples; the module does not
+        takes = source.kind in ("module", "torchscript") and not has_named_tuples((source.args, source.kwargs))
+        eager = source.model if takes else None
         _judge(Bundle(folder, manifest, eager), options, progress)
         seal(folder, manifest)
     return Bundle(options.out_dir, manifest, eager)
