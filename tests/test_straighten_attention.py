@@ -457,7 +457,13 @@ def first(m: Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Any:
     return m.out(sdpa(q * seen.sum(), m.repeated(k), m.repeated(v), is_causal=True))
 
 
-@pytest.mark.parametrize("attend", [finite, tilted, first], ids=lambda f: f.__name__)
+def triangle(m: Attention, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Any:
+    place = torch.arange(q.shape[2])
+    numbers = torch.where(place[None] <= place[:, None], 0.0, -math.inf)
+    return m.out(sdpa(q * seen.sum(), m.repeated(k), m.repeated(v), attn_mask=numbers))
+
+
+@pytest.mark.parametrize("attend", [finite, tilted, first, triangle], ids=lambda f: f.__name__)
 def test_a_mask_that_can_hide_nothing_is_asked_all_the_same(attend: Any, tmp_path: Path) -> None:
     model = Attention(attend)
     bundle, ops = export(model, (*EXAMPLE, mask("bqk", 2, 5)), tmp_path)

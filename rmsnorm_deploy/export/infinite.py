@@ -5,8 +5,9 @@ A row of the mask that is -inf throughout makes NaN of a Softmax, and PyTorch's 
     scores + mask -> Softmax -> MatMul(values)
  => scores + Where(blind, 0, mask) -> Softmax -> MatMul(values) -> Mul(Where(blind, 0, 1))
 
-The mask is asked once for all layers, and not at all where it is put together of finite numbers. A row of the least
-finite number is not blind: in PyTorch too its result is the mean of all values.
+The mask is asked once for all layers, and not at all where it is put together of finite numbers, or each query sees
+itself (see sighted.py). A row of the least finite number is not blind: in PyTorch too its result is the mean of all
+values.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rmsnorm_deploy.export.nodes import (
     put_behind,
     typed_like,
 )
+from rmsnorm_deploy.export.sighted import each_sees_itself
 from rmsnorm_deploy.fusion.constants import Constants
 from rmsnorm_deploy.fusion.values import Shapes
 from rmsnorm_deploy.opset import FLOAT_TYPES
@@ -49,7 +51,7 @@ def ask_infinite_masks(graph: ir.Graph, shapes: Shapes) -> None:
         mask = add.inputs[1]  # behind the scores
         if mask is None or not 0 < len(shapes.get(mask, ())) <= rank or not on_last_axis(softmax, rank):
             continue
-        if only_user(add.outputs[0], "Softmax") is None or not _may_hide(mask, constants):
+        if only_user(add.outputs[0], "Softmax") is None or not _may_blind(mask, shapes, constants):
             continue
         key = identity(mask)
         if key not in made:
@@ -58,6 +60,15 @@ def ask_infinite_masks(graph: ir.Graph, shapes: Shapes) -> None:
             graph.insert_before(graph[0], least)
         add.replace_input_with(place_of(mask, add), made[key].mask)
         put_behind(graph, context, ir.node("Mul", [context.outputs[0], made[key].factor]))
+
+
+def _may_blind(mask: ir.Value, shapes: Shapes, constants: Constants) -> bool:
+    """Whether a mask may hide all keys from a query."""
+    where = producer(mask, "Where")
+    seen, shown = where.inputs[:2] if where is not None else (None, None)
+    if seen is None or shown is None or _may_hide(shown, constants):
+        return _may_hide(mask, constants)
+    return _may_hide(mask, constants) and not each_sees_itself(seen, shapes, constants)
 
 
 def _may_hide(mask: ir.Value, constants: Constants) -> bool:
