@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from rmsnorm_deploy.spoken import spoken
+
 _PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _STANDARD = str(Path(contextlib.__file__).parent)
 
@@ -41,8 +43,6 @@ def _is_a_models(file: str) -> bool:
     """Whether a file is not of torch, this package or Python, in whose folder other packages may lie."""
     standard = file.startswith(_STANDARD) and "site-packages" not in file
     return not standard and not file.startswith((*_PACKAGES, "<"))
-
-from rmsnorm_deploy.spoken import spoken
 
 
 def reason(error: BaseException) -> str:

@@ -20,7 +20,6 @@ from rmsnorm_deploy.load.parametrized import write_out
 from rmsnorm_deploy.load.scripted import hold_scripted
 
 _COMPILED = "_orig_mod"
-_PACKED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.sparse.quantized")
 
 
 def prepare_module(
@@ -261,12 +260,6 @@ def _check_values(model: nn.Module) -> None:
     scripted = isinstance(model, torch.jit.ScriptModule)
     if not scripted and type(model).forward is nn.Module.forward and "forward" not in model.__dict__:
         raise InputError(f"{type(model).__name__} has no forward()")
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith(_PACKED):
-            raise InputError(
-                f"{name or 'the model'} is a {type(module).__name__} of {type(module).__module__}, whose weights are "
-                "packed for PyTorch's own kernels: export the model from before quantization"
-            )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         where = f"{name} of {type(model).__name__}"
         if nn.parameter.is_lazy(tensor):
