@@ -107,7 +107,7 @@ struct Block {
 
 // One call. All that is the same for every task lies in one place: threads read it from the cache of the core that
 // wrote it, and then wait for its lines once and not once for each pointer.
-struct alignas(64) Job {
+struct Job {
   rmsnorm_args args;
   Call call;
   Stores stores;
