@@ -253,21 +253,36 @@ def test_outputs_may_take_the_inputs_memory(isa: str, dtype: str) -> None:
     np.testing.assert_array_equal(x, want_total)
 
 
+@pytest.mark.parametrize("mebibytes", [20, 144], ids=["where the output is in no cache", "always"])
 @pytest.mark.parametrize("offset", [0, 1, 13])
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4096), ("float16", 8197), ("bfloat16", 8200)])
-def test_streaming_stores_write_what_plain_ones_do(isa: str, dtype: str, width: int, offset: int) -> None:
-    count = (72 << 20) // (width * np.dtype(NUMPY[dtype]).itemsize) // 2
+def test_streaming_stores_write_what_plain_ones_do(
+    isa: str, dtype: str, width: int, offset: int, mebibytes: int
+) -> None:
+    count = (mebibytes << 20) // (width * np.dtype(NUMPY[dtype]).itemsize) // 4
     case = Case(dtype, dtype, skip=True)
     rng = np.random.default_rng(0)
     x = np.broadcast_to(rows(rng, 1, width, dtype), (count, width))
     big, big_total = (np.zeros(count * width + 16, NUMPY[dtype]) for _ in range(2))
     y, total = (part[offset : offset + count * width].reshape(count, width) for part in (big, big_total))
-    assert ckernel.run_cpu(arguments(case, x, x, None, None, y, total), 1)
+    threads = 1 if dtype == "float32" else 2  # one alone stores half types plainly
+    assert ckernel.run_cpu(arguments(case, x, x, None, None, y, total), threads)
     want, want_total = run(case, x[:1], x[:1], None, None)
     assert (y.view(f"u{y.itemsize}") == want.view(f"u{y.itemsize}")).all()
     assert (total == want_total).all()
     assert not big[:offset].any()
     assert not big[offset + count * width :].any()
+
+
+def test_rows_with_gaps_are_streamed_between_them(isa: str) -> None:
+    case = Case("float32", "float32")
+    x = rows(np.random.default_rng(1), 700, 1003, "float32")
+    wide = np.zeros((700, 1500), np.float32)
+    assert ckernel.run_cpu(arguments(case, x, None, None, None, wide[:, :1003], None), 1)
+    for some in np.split(np.arange(700), 7):  # too few to be streamed
+        want, _ = run(case, x[some], None, None, None)
+        assert wide[some, :1003].tobytes() == want.tobytes()
+    assert not wide[:, 1003:].any()
 
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
