@@ -444,6 +444,15 @@ def old_names() -> dict[str, torch.Tensor]:
     return {n: torch.rand(8) + 0.5 for n in names} | {"1.weight_g": torch.rand(8, 1), "1.weight_v": torch.randn(8, 8)}
 
 
+def test_what_the_model_s_own_loading_fails_with_is_in_the_refusal(tmp_path: Path) -> None:
+    recipe = textwrap.dedent(OLD_NAMES).replace('weights.pop(prefix + "gamma")', 'weights.pop(prefix + "delta")')
+    assert "delta" in recipe
+    (tmp_path / "recipe.py").write_text(recipe)
+    torch.save(old_names(), tmp_path / "old.pt")
+    with pytest.raises(InputError, match=r"missing: .*\(its load_state_dict\(\) raised KeyError: '0\.delta'\)$"):
+        load_source(tmp_path / "old.pt", recipe=tmp_path / "recipe.py")
+
+
 def test_old_names_that_the_model_s_own_classes_know_are_loaded_by_them(tmp_path: Path) -> None:
     (tmp_path / "recipe.py").write_text(textwrap.dedent(OLD_NAMES))
     weights = old_names()

@@ -69,10 +69,10 @@ def load_state(model: nn.Module, weights: Weights, path: Path, recipe: Path, not
         notes.append(f"keys of {path.name}: {change}")
     missing = _not_tied([k for k in target if k not in renamed], target, renamed, notes)
     unexpected = [k for k in renamed if k not in target]
-    if (missing or unexpected) and _loads_by_itself(model, renamed):
+    if missing or unexpected:
+        _load_by_itself(model, renamed, _unfit(path, recipe, missing, unexpected))
         notes.append(f"keys of {path.name}: fitted by the model's own load_state_dict(), as old names are")
         return
-    _refuse_keys(path, recipe, missing, unexpected)
     wrong = [
         f"{k} is {_dims(renamed[k])}, the recipe's is {_dims(target[k])}"
         for k in renamed
@@ -88,16 +88,18 @@ def load_state(model: nn.Module, weights: Weights, path: Path, recipe: Path, not
             target[name].copy_(value)
 
 
-def _loads_by_itself(model: nn.Module, weights: Weights) -> bool:
-    """Load weights as the model's classes do, which may know older names of theirs; whether that took every key.
+def _load_by_itself(model: nn.Module, weights: Weights, unfit: str) -> None:
+    """Load weights as the model's classes do, which may know older names of theirs; InputError(unfit) where they don't.
 
-    torch's own do: weight_norm's g and v, a BatchNorm that had no counter yet. It loads strictly or is refused after.
+    torch's own do: weight_norm's g and v, a BatchNorm that had no counter yet.
     """
     try:
         model.load_state_dict(weights, strict=True)
-    except Exception:  # the model's own code, which may fail in any way on names that it does not know
-        return False
-    return True
+    except RuntimeError as error:  # torch's own list of keys
+        raise InputError(unfit) from error
+    except Exception as error:  # the model's own code, which may fail in any way on names that it does not know
+        said = (str(error).splitlines() or [""])[0]
+        raise InputError(f"{unfit} (its load_state_dict() raised {type(error).__name__}: {said})") from error
 
 
 def _holds_weights(entry: Any) -> bool:
@@ -197,14 +199,13 @@ def _refuse_untied(path: Path, recipe: Path, given: Weights, target: Mapping[str
             )
 
 
-def _refuse_keys(path: Path, recipe: Path, missing: list[str], unexpected: list[str]) -> None:
+def _unfit(path: Path, recipe: Path, missing: list[str], unexpected: list[str]) -> str:
     problems = []
     if missing:
         problems.append(f"{len(missing)} missing: {_some(missing)}")
     if unexpected:
         problems.append(f"{len(unexpected)} unexpected: {_some(unexpected)}")
-    if problems:
-        raise InputError(f"{path}: its keys are not those of the model that {recipe} builds: {'; '.join(problems)}")
+    return f"{path}: its keys are not those of the model that {recipe} builds: {'; '.join(problems)}"
 
 
 def _plain(path: Path, name: str, value: torch.Tensor) -> torch.Tensor:
