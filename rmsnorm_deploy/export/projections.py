@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from rmsnorm_deploy.export.nodes import is_op, only_user, producer, put_in_place, split, typed_like
+from rmsnorm_deploy.export.linears import Linear, as_one, linear_of
+from rmsnorm_deploy.export.nodes import only_user, put_in_place, split, typed_like
 from rmsnorm_deploy.export.sizes import Sizes
 from rmsnorm_deploy.fusion.values import Shapes
 
@@ -28,9 +29,7 @@ _HEADS = 1  # the axis, then
 class _Projection:
     """One value's way into heads: [batch, seq, width] to [batch, heads, seq, size]."""
 
-    product: ir.Node
-    weight: ir.Value  # [heads * size, width]
-    bias: ir.Value | None  # [heads * size]
+    linear: Linear
     heads: int
     size: int
     result: ir.Value  # [batch, heads, seq, size]
@@ -40,58 +39,38 @@ def join_projections(graph: ir.Graph, shapes: Shapes) -> None:
     """Make one product of those that project one value into heads of one size, in place."""
     found: dict[tuple[ir.Value, int, bool], list[_Projection]] = defaultdict(list)
     for node in graph:
-        projection = _projection(node, shapes)
-        if projection is not None and node.inputs[0] is not None:
-            found[node.inputs[0], projection.size, projection.bias is not None].append(projection)
+        linear = linear_of(node, shapes)
+        projection = _projection(linear, shapes) if linear is not None else None
+        if linear is not None and projection is not None and linear.source is not None:
+            found[linear.source, projection.size, linear.bias is not None].append(projection)
     sizes = Sizes(graph)
     for (source, _, _), parts in found.items():
         batch, seq = shapes[source][:2]
         if len(parts) > 1 and batch is not None and seq is not None and sizes.has(batch, seq):
-            _join(graph, source, parts, sizes.of([batch, seq, sum(part.heads for part in parts), parts[0].size]))
+            _join(graph, parts, sizes.of([batch, seq, sum(part.heads for part in parts), parts[0].size]))
 
 
-def _projection(product: ir.Node, shapes: Shapes) -> _Projection | None:
-    transposed = producer(product.inputs[1], "Transpose") if is_op(product, "MatMul") else None
-    weight = transposed.inputs[0] if transposed is not None else None
-    if weight is None or not weight.is_initializer() or len(shapes.get(weight, ())) != 2:
-        return None
-    bias, last = _bias(product, shapes)
-    reshape = only_user(last, "Reshape")
+def _projection(linear: Linear, shapes: Shapes) -> _Projection | None:
+    reshape = only_user(linear.result, "Reshape")
     transpose = only_user(reshape.outputs[0], "Transpose") if reshape is not None else None
     if reshape is None or transpose is None or list(transpose.attributes["perm"].as_ints()) != _HEADS_FIRST:
         return None
-    flat, apart = shapes.get(last, ()), shapes.get(reshape.outputs[0], ())
+    flat, apart = shapes.get(linear.result, ()), shapes.get(reshape.outputs[0], ())
     heads, size = apart[-2:] if len(apart) == 4 else (None, None)
     if len(flat) != 3 or flat[:2] != apart[:2] or not isinstance(heads, int) or not isinstance(size, int):
         return None
-    return _Projection(product, weight, bias, heads, size, transpose.outputs[0])
+    return _Projection(linear, heads, size, transpose.outputs[0])
 
 
-def _bias(product: ir.Node, shapes: Shapes) -> tuple[ir.Value | None, ir.Value]:
-    """What a Linear adds to its product, and the value afterwards."""
-    add = only_user(product.outputs[0], "Add")
-    for value in add.inputs if add is not None else ():
-        if value is not None and value.is_initializer() and shapes.get(value) == shapes[product.outputs[0]][-1:]:
-            assert add is not None
-            return value, add.outputs[0]
-    return None, product.outputs[0]
-
-
-def _join(graph: ir.Graph, source: ir.Value, parts: list[_Projection], shape: ir.Value) -> None:
-    weight = ir.node("Concat", [part.weight for part in parts], {"axis": 0})
-    transposed = ir.node("Transpose", [weight.outputs[0]], {"perm": [1, 0]})
-    product = ir.node("MatMul", [source, transposed.outputs[0]])
-    nodes = [weight, transposed, product]
-    if parts[0].bias is not None:
-        bias = ir.node("Concat", [part.bias for part in parts], {"axis": 0})
-        nodes += [bias, ir.node("Add", [nodes[-1].outputs[0], bias.outputs[0]])]
-    apart = ir.node("Reshape", [nodes[-1].outputs[0], shape], {"allowzero": 1})
+def _join(graph: ir.Graph, parts: list[_Projection], shape: ir.Value) -> None:
+    nodes = as_one([part.linear for part in parts])
+    flat, first = nodes[-1].outputs[0], parts[0].linear.product
+    apart = ir.node("Reshape", [flat, shape], {"allowzero": 1})
     heads_first = ir.node("Transpose", [apart.outputs[0]], {"perm": _HEADS_FIRST})
-    parted = split(heads_first.outputs[0], [part.heads for part in parts], _HEADS, parts[0].product)
-    for node in (*nodes, apart, heads_first):
-        node.metadata_props.update(parts[0].product.metadata_props)
-    for node in (*nodes, apart, heads_first, parted[1]):
-        typed_like(source, node)
-    graph.insert_before(parts[0].product, [*nodes, apart, heads_first, *parted])
+    for node in (apart, heads_first):
+        node.metadata_props.update(first.metadata_props)
+        typed_like(flat, node)
+    parted = split(heads_first.outputs[0], [part.heads for part in parts], _HEADS, first)
+    graph.insert_before(first, [*nodes, apart, heads_first, *parted])
     for part, output in zip(parts, parted[1].outputs, strict=True):
         put_in_place(part.result, output)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from rmsnorm_deploy.export.gated import join_gates
 from rmsnorm_deploy.export.gathers import skip_gathers
 from rmsnorm_deploy.export.grouped import share_heads
 from rmsnorm_deploy.export.guards import ask_masks
@@ -35,7 +36,7 @@ def straighten(model: ir.Model) -> None:
         (_skip_detours, skip_gathers),
         (move_signs, split_slices, ask_infinite_masks, ask_masks),
         (share_heads, join_projections),
-        (join_twins,),
+        (join_twins, join_gates),
     ):
         shapes = _inferred(model)  # of what the steps before wrote, too
         for step in steps:
