@@ -258,6 +258,37 @@ def test_an_old_format_whole_module_is_refused_and_an_old_state_dict_is_read(
     refused("before torch 1.6", old, imports=[files["net"]])
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+def test_numpy_s_numbers_beside_the_weights_are_no_obstacle(
+    files: dict[str, Path], tmp_path: Path, zipped: bool
+) -> None:
+    net = make_net(files, files["recipe"].stem)
+    beside = {
+        "epoch": np.int64(3),
+        "best": np.float32(0.5),
+        "history": np.arange(3.0),
+        "records": np.zeros(2, dtype=[("step", "i8"), ("loss", "f4")]),
+        "mixed": np.array([1, {"a": np.float16(2)}], dtype=object),
+        "started": np.datetime64("2020-01-01"),
+        "state": np.random.get_state(),
+        "generator": np.random.default_rng(0),
+    }
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": net.state_dict(), **beside}, path, _use_new_zipfile_serialization=zipped)
+    computes(load_source(path, recipe=files["recipe"]), net)
+
+
+def test_numpy_s_arrays_may_hold_what_is_not_trusted(files: dict[str, Path], tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, ("true",)
+
+    net = make_net(files, files["recipe"].stem)
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": net.state_dict(), "mixed": np.array([Evil()], dtype=object)}, path)
+    refused("would run posix.system", path, recipe=files["recipe"])
+
+
 # ---- nothing untrusted runs
 
 

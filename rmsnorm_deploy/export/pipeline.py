@@ -143,6 +143,11 @@ def _write_model(source: Source, options: Options, folder: Path, progress: Progr
     """Both graphs, the weights, the program and the manifest, which is returned."""
     with progress("trace"):
         traced = trace(source, options.opset)
+    if options.check and traced.draws is not None:
+        raise InputError(
+            f"the model draws random numbers ({traced.draws}), so nothing it gives can be compared; draw them outside "
+            "and pass them in, give dropout training=self.training, or export it unchecked with --no-check"
+        )
     source.notes.extend(traced.notes)
     with progress("weights"):
         stored = write_weights(traced.model, folder)

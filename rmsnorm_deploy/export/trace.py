@@ -11,6 +11,7 @@ import onnx_ir as ir
 import torch
 import torch.utils._pytree as pytree
 
+from rmsnorm_deploy.chance import program_draws, random_draws
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.export import translations
 from rmsnorm_deploy.export.complex_numbers import with_pairs
@@ -56,6 +57,16 @@ def trace(source: Source, opset: int) -> Traced:
     Raises:
         InputError: the opset can't be had, or PyTorch can't trace the model; the message carries PyTorch's reason.
     """
+    traced = _traced(source, opset)
+    traced.draws = random_draws(traced.model)
+    if traced.program is not None:
+        traced.draws = traced.draws or program_draws(traced.program)
+    if traced.draws is not None:
+        traced.notes.append(f"the model draws random numbers ({traced.draws}): it gives others each time it is run")
+    return traced
+
+
+def _traced(source: Source, opset: int) -> Traced:
     if source.kind == "onnx":
         return from_onnx(source.model, source)
     if source.kind == "torchscript":

@@ -21,6 +21,7 @@ class Traced:
         dims: example, least and greatest size of each named dim.
         high: exclusive upper bound of an integer input's values, by input name.
         notes: choices made on the way, to be printed.
+        draws: the ops that draw random numbers, in words.
     """
 
     model: ir.Model
@@ -30,3 +31,4 @@ class Traced:
     dims: dict[str, dict[str, int | None]] = field(default_factory=dict)
     high: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    draws: str | None = None

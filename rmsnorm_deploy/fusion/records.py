@@ -66,5 +66,10 @@ def module_of(node: ir.Node) -> str | None:
 
 def location_of(node: ir.Node) -> str | None:
     """``file.py:line`` of the source, if the exporter wrote it."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.metadata_props.get(_TRACE) or str(node.meta.get(_TRACE, "")))
+    return last_place(node.metadata_props.get(_TRACE) or str(node.meta.get(_TRACE, "")))
+
+
+def last_place(trace: str) -> str | None:
+    """``file.py:line`` of the innermost frame of a stack trace in Python's words."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', trace)
     return f"{found[-1][0].rsplit('/', 1)[-1]}:{found[-1][1]}" if found else None

@@ -18,7 +18,7 @@ from torch.serialization import safe_globals
 from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.load.advice import advice
 from rmsnorm_deploy.load.quantized import CURE, is_quantized_class
-from rmsnorm_deploy.load.trust import Trust, is_forbidden
+from rmsnorm_deploy.load.trust import NUMPY_DTYPES, Trust, is_forbidden
 
 _ALWAYS = torch._weights_only_unpickler._get_allowed_globals
 # What a load may raise for a file that is damaged or whose classes have another shape than the ones at hand.
@@ -71,7 +71,8 @@ def allow(path: Path, names: set[str], trust: Trust) -> list[Callable[..., Any] 
             f"{path}: holds {', '.join(missing)}, not known to be safe to load; "
             f"if you trust {them} add {advice(missing, path, trust.files)}"
         )
-    return [(found, name) for name, found in unknown.items() if found is not None]
+    given = [(found, name) for name, found in unknown.items() if found is not None]
+    return [*given, *(NUMPY_DTYPES if "numpy.dtype" in names else ())]
 
 
 def used_names(path: Path) -> set[str]:

@@ -20,6 +20,7 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -115,11 +116,19 @@ def _fixed() -> dict[str, Any]:
     }
     for name in words("frozenset list tuple dict int float bool str bytes slice range object"):
         safe[f"builtins.{name}"] = getattr(builtins, name)
+    for owner in ("numpy._core.multiarray", "numpy.core.multiarray"):  # since numpy 2, and before
+        safe[f"{owner}.scalar"] = np.float64(0).__reduce__()[0]
+        safe[f"{owner}._reconstruct"] = np.zeros(0).__reduce__()[0]
+    safe.update({"numpy.ndarray": np.ndarray, "numpy.dtype": np.dtype})
     for name in _ACTIVATIONS:
         for module, where in ((F, "torch.nn.functional"), (torch._C._nn, "torch._C._nn")):
             if hasattr(module, name):
                 safe[f"{where}.{name}"] = getattr(module, name)
     return safe
+
+
+# Classes of numpy's dtypes, whose state a pickle of a scalar or an array sets without naming them.
+NUMPY_DTYPES = [found for found in vars(np.dtypes).values() if inspect.isclass(found) and issubclass(found, np.dtype)]
 
 
 class Trust:
@@ -148,7 +157,7 @@ class Trust:
         """The object for a name in a pickle, or None when it is not allowed."""
         if name in self._names:
             return self._names[name]
-        if name.startswith(("torch._dynamo.", "torch._inductor.")):
+        if name.startswith(("torch._dynamo.", "torch._inductor.", "numpy.random.")):
             return _Dropped
         return _torch_module(name) or _own_class(name) or self._defined(name, inspect.isclass)
 

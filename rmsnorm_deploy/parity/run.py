@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import onnx_ir as ir
 
+from rmsnorm_deploy.chance import program_draws, random_draws
 from rmsnorm_deploy.collector import rare_collections
 from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
 from rmsnorm_deploy.parity.backends import Backend, HeldBundle, Runner, chosen, open_baseline, open_on, require
@@ -126,6 +128,7 @@ def prepare(
     """Float64 truth for the outputs on every sample, and on some for the norms."""
     say = progress or _silent
     say("lifting the model to float64")
+    _refuse_random(bundle)
     oracle = open_oracle(bundle)
     baseline, baseline_problem = _baseline(bundle)
     inputs = list(samples) if samples is not None else make_samples(bundle.manifest, seed=seed)
@@ -139,6 +142,16 @@ def prepare(
     say("float64 truth of the norms")
     at_norms = _site_cases(bundle, sites, cases, watchers) if sites is not None else []
     return Prepared(description, title, baseline_problem, seed, cases, records, at_norms, narrowed)
+
+
+def _refuse_random(bundle: BundleLike) -> None:
+    """Two runs of a model that draws random numbers differ, and no backend could be judged by one of them."""
+    program = bundle.program()
+    draws = random_draws(ir.load(bundle.reference_path or bundle.model_path))
+    if draws is None and program is not None:
+        draws = program_draws(program)
+    if draws is not None:
+        raise InputError(f"{bundle.path} draws random numbers ({draws}): nothing it gives can be compared")
 
 
 def _for_norms(samples: Sequence[Sample]) -> list[Sample]:
