@@ -14,6 +14,7 @@ from rmsnorm_deploy.parity.faults import Outcome, Ward, false_alarms
 from rmsnorm_deploy.parity.model_faults import MODEL_FAULTS
 from rmsnorm_deploy.parity.norm_faults import NORM_FAULTS
 from rmsnorm_deploy.parity.patient import CannotPlantError, Patient
+from rmsnorm_deploy.parity.samples import make_samples
 
 SEEDS = 10
 NOT_IN_A_LLAMA = {"bias left out", "scale order swapped", "sum not rounded", "cast removed"}
@@ -93,7 +94,8 @@ def test_every_fault_in_smollm2_is_caught_and_named(tmp_path: Path) -> None:
     recipe = Path(__file__).parents[1] / "export" / "smollm2.py"
     assert export([str(recipe), "--out", str(tmp_path / "b"), "--no-benchmark", "--no-check"]) == 0
     made: Any = HeldBundle(open_bundle(tmp_path / "b"))
-    with Ward(made, samples=few_samples(made)) as ward:
+    # one weight 1% too large moves the outputs of some samples by no more than roundings may
+    with Ward(made, samples=[*make_samples(made.manifest)[:1], *few_samples(made)]) as ward:
         found = [out for where, name in ward.faults() if (out := ward.plant(where, name)) is not None]
     assert_all_caught_and_named(found)
     assert len(found) >= 24

@@ -70,6 +70,24 @@ def test_casts_to_half_and_single_are_lifted(dtype: torch.dtype) -> None:
     assert close(lifted(model, x)[0], rms(wide(x), wide(model.weight), 1e-6))
 
 
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
+def test_an_epsilon_that_is_not_given_is_that_of_the_model_s_dtype(dtype: torch.dtype) -> None:
+    model, x = torch.nn.RMSNorm(24).to(dtype), torch.randn(5, 24).to(dtype) * 1e-4
+    eps = 2.0**-52 if dtype == torch.float64 else 2.0**-23  # PyTorch's, which accumulates halves in float32
+    assert close(lifted(model, x)[0], rms(wide(x), np.ones(24), eps))
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+def test_infinities_are_replaced_by_the_limits_of_the_model_s_dtype(dtype: torch.dtype) -> None:
+    class Finite(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat((x.nan_to_num(), x.nan_to_num(1.0, posinf=2.0)))
+
+    x = torch.tensor([0.5, math.inf, -math.inf, math.nan]).to(dtype)
+    most = torch.finfo(dtype).max
+    assert lifted(Finite(), x)[0].tolist() == [0.5, most, -most, 0.0, 0.5, 2.0, -most, 1.0]
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_square_that_overflows_half_is_finite_in_the_truth(dtype: torch.dtype) -> None:
     class Naive(torch.nn.Module):

@@ -30,6 +30,7 @@ from rmsnorm_deploy.parity.operators import OWN_OPERATORS
 from rmsnorm_deploy.parity.ort_operator import DTYPE_ATTRIBUTES, stand_ins
 from rmsnorm_deploy.parity.ort_options import options_with
 from rmsnorm_deploy.parity.ulp import Array
+from rmsnorm_deploy.runtime.empties import dies_of_empty, is_empty, refusal
 from rmsnorm_deploy.runtime.optional import one_line
 
 _NARROW = {ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
@@ -58,6 +59,9 @@ _FLOAT32_ONLY: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "Upsample": ((1,), ()),
 }
 
+# ONNX Runtime loads these in double precision, and has no code to run them
+_NOT_RUN_IN_DOUBLE = {"GRU", "LSTM"}
+
 _INLINE_BYTES = 16384  # smaller initializers travel inside the model: ONNX Runtime wants some as constants
 
 
@@ -81,6 +85,7 @@ class OnnxProgram:
         arrays = lift(model)
         proto = ir.to_proto(model)
         session = _ort_session(proto, arrays)
+        self._dies_of_empty = dies_of_empty(model) if session is not None else None
         if session is not None:
             self.engine = "ONNX Runtime's float64 kernels, optimizer off"
             self.narrowed: list[str] = []
@@ -97,6 +102,8 @@ class OnnxProgram:
         if missing:
             raise InputError(f"no array for input {missing[0]!r}; the model takes {', '.join(self.inputs)}")
         wide = {name: _widen(feeds[name]) for name in self.inputs}
+        if self._dies_of_empty is not None and is_empty(array.shape for array in wide.values()):
+            raise InputError(refusal(self._dies_of_empty))
         try:
             return list(self._run(None, wide))
         except _run_errors() as error:
@@ -275,6 +282,8 @@ def _run_errors() -> tuple[type[Exception], ...]:
 
 def _ort_session(proto: onnx.ModelProto, arrays: dict[str, Array]) -> Any:
     """A session of ONNX Runtime's float64 kernels, or None where one is missing."""
+    if any(node.op_type in _NOT_RUN_IN_DOUBLE for node in proto.graph.node):
+        return None
     try:
         import onnxruntime as ort
         from onnxruntime.capi import onnxruntime_pybind11_state as state

@@ -55,6 +55,22 @@ _NO_KERNEL = re.compile(
     r"|expect \w+ to be either 32-bit or 16-bit float"
 )
 
+
+def _epsilon(dtype: torch.dtype) -> float:
+    """What PyTorch's RMSNorm adds where it is given none: the epsilon of the dtype that it accumulates in."""
+    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+
+
+# arguments that operators take from the limits of their operand's dtype where they are not given
+_LIMITS: dict[str, dict[str, Callable[[torch.dtype], float]]] = {
+    "aten::rms_norm": {"eps": _epsilon},
+    "aten::_fused_rms_norm": {"eps": _epsilon},
+    "aten::nan_to_num": {
+        "posinf": lambda dtype: torch.finfo(dtype).max,
+        "neginf": lambda dtype: torch.finfo(dtype).min,
+    },
+}
+
 Observer = Callable[[fx.Node, Any], None]
 
 
@@ -165,6 +181,8 @@ class _Interpreter(fx.Interpreter):
             return super().call_function(target, args, kwargs)
         if name == "aten::view" and any(isinstance(argument, torch.dtype) for argument in args):
             return self._narrow_call(target, args, kwargs)  # the bits of a float64 are not the model's bits
+        if name in _LIMITS:
+            args, kwargs = self._with_limits(name, target, args, kwargs), {}
         try:
             return super().call_function(target, *pytree.tree_map(widen, (args, kwargs)))
         except RuntimeError as error:  # NotImplementedError is one
@@ -181,6 +199,21 @@ class _Interpreter(fx.Interpreter):
             predicate, if_true, if_false, operands = args
             return (if_true if bool(predicate) else if_false)(*operands)
         return super().call_function(target, args, kwargs)
+
+    def _with_limits(
+        self, name: str, target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """All arguments of an operator, with those that it would take from the limits of the operand's dtype."""
+        given = {item.name: item.default_value for item in target._schema.arguments}
+        given.update(zip(given, args, strict=False))
+        given.update(kwargs)
+        operand = self._node.args[0] if self._node is not None else None
+        traced = operand.meta.get("val") if isinstance(operand, fx.Node) else None
+        dtype = traced.dtype if isinstance(traced, torch.Tensor) else torch.float32
+        for argument, limit in _LIMITS[name].items():
+            if given[argument] is None and dtype.is_floating_point:
+                given[argument] = limit(dtype)
+        return tuple(given.values())
 
     def _narrow_call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator in the dtypes the model traced, and lift what comes out."""

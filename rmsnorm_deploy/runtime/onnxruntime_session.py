@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import onnx_ir as ir
 import torch
 import torch.utils.dlpack
 
 from rmsnorm_deploy import native
 from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
+from rmsnorm_deploy.runtime.empties import dies_of_empty, is_empty, refusal
 from rmsnorm_deploy.runtime.optional import load_module, native_library, one_line
 from rmsnorm_deploy.runtime.ort_plugins import create_session, error_types
 from rmsnorm_deploy.runtime.ort_providers import Provider, provider_names, resolve_providers
@@ -86,6 +88,8 @@ class OnnxRuntimeSession(Session):
         self._user_options = session_options
         self._settings = (optimization, threads)
         self._widens = widen_bfloat16
+        self._model_path = bundle.model_path
+        self._dies_of_empty: str | None = None  # "" once it is known that nothing does
         self._weights: Mapping[str, np.ndarray[Any, Any]] = {}  # ONNX Runtime reads them as long as it lives
         self.widened: Mapping[str, int] = {}
         self.custom_ops, self.custom_ops_reason = _choose_library(
@@ -180,7 +184,17 @@ class OnnxRuntimeSession(Session):
             if not outputs[name].startswith("tensor("):
                 raise InputError(f"output {name!r} of {model} is {outputs[name]}, and only tensors can be returned")
 
+    def _refuse_empty(self, feeds: Mapping[str, Array]) -> None:
+        """The file is searched once, when the first empty input comes."""
+        if not is_empty(tuple(array.shape) for array in feeds.values()):
+            return
+        if self._dies_of_empty is None:
+            self._dies_of_empty = dies_of_empty(ir.load(self._model_path)) or ""
+        if self._dies_of_empty:
+            raise InputError(refusal(self._dies_of_empty))
+
     def _execute(self, feeds: Mapping[str, Array]) -> list[torch.Tensor]:
+        self._refuse_empty(feeds)
         buffers = {spec.name: self._buffer(spec.name, feeds[spec.name]) for spec in self._bound_inputs}
         cuda = next((buffer for buffer in buffers.values() if buffer.device == "cuda"), None)
         binding = self._session.io_binding()
