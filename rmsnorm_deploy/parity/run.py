@@ -147,9 +147,10 @@ def prepare(
 def _refuse_random(bundle: BundleLike) -> None:
     """Two runs of a model that draws random numbers differ, and no backend could be judged by one of them."""
     program = bundle.program()
-    draws = random_draws(ir.load(bundle.reference_path or bundle.model_path))
-    if draws is None and program is not None:
+    if program is not None:
         draws = program_draws(program)
+    else:
+        draws = random_draws(ir.load(bundle.reference_path)) if bundle.reference_path is not None else None
     if draws is not None:
         raise InputError(f"{bundle.path} draws random numbers ({draws}): nothing it gives can be compared")
 
