@@ -56,6 +56,10 @@ class Oracle(ABC):
         ``observe`` sees each value of a traced program on the way.
         """
 
+    def in_own_dtypes(self, feeds: Mapping[str, Array]) -> list[Array] | None:
+        """The outputs of the traced program as it is, not lifted; None for a source that is no program."""
+        return None
+
 
 class TorchOracle(Oracle):
     """The traced program of a torch source."""
@@ -76,15 +80,22 @@ class TorchOracle(Oracle):
         return f"the traced PyTorch program with every float in float64{exception}"
 
     def __call__(self, feeds: Mapping[str, Array], observe: Observer | None = None) -> list[Array]:
+        return self._run(feeds, lift=True, observe=observe)
+
+    def in_own_dtypes(self, feeds: Mapping[str, Array]) -> list[Array]:
+        return self._run(feeds, lift=False)
+
+    def _run(self, feeds: Mapping[str, Array], *, lift: bool, observe: Observer | None = None) -> list[Array]:
         from rmsnorm_deploy.runtime.optional import one_line
         from rmsnorm_deploy.runtime.tensors import to_numpy, to_torch
 
         by_path = {self._paths.get(name, name): to_torch(array) for name, array in feeds.items()}
         values = self.program.bind(by_path)
         try:
-            return [to_numpy(tensor) for tensor in self.program.run(values, lift=True, observe=observe)]
+            return [to_numpy(tensor) for tensor in self.program.run(values, lift=lift, observe=observe)]
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            raise InputError(f"the traced program does not run in float64: {one_line(error)}") from error
+            where = " in float64" if lift else ""
+            raise InputError(f"the traced program does not run{where}: {one_line(error)}") from error
 
 
 class OnnxOracle(Oracle):

@@ -15,7 +15,17 @@ import onnx_ir as ir
 from rmsnorm_deploy.chance import program_draws, random_draws
 from rmsnorm_deploy.collector import rare_collections
 from rmsnorm_deploy.errors import BackendUnavailable, DeployError, InputError
-from rmsnorm_deploy.parity.backends import Backend, HeldBundle, Runner, chosen, open_baseline, open_on, require
+from rmsnorm_deploy.parity.backends import (
+    BACKENDS,
+    Backend,
+    HeldBundle,
+    Runner,
+    chosen,
+    open_baseline,
+    open_on,
+    require,
+)
+from rmsnorm_deploy.parity.departs import REASON, departs, program_errors
 from rmsnorm_deploy.parity.judge import budgets, judge
 from rmsnorm_deploy.parity.memory import give_back_memory
 from rmsnorm_deploy.parity.norm_result import Finding, SiteError
@@ -30,6 +40,7 @@ from rmsnorm_deploy.parity.normcheck import (
     site_truth,
     values_before,
 )
+from rmsnorm_deploy.parity.onnx_file import read_model
 from rmsnorm_deploy.parity.oracle import BundleLike, Oracle, open_oracle
 from rmsnorm_deploy.parity.result import (
     FAIL,
@@ -68,11 +79,15 @@ _REFUSALS = (DeployError, ValueError, TypeError, LookupError, ArithmeticError, R
 
 @dataclass(frozen=True)
 class Case:
-    """One sample with its truth, and the dtype and error of the model before export by output name."""
+    """One sample with its truth, and the dtype and error of the model before export by output name.
+
+    ``program`` has the error of the traced program in its own dtypes, where the module's is over the budget.
+    """
 
     sample: Sample
     truth: dict[str, Array]
     eager: dict[str, tuple[str, UlpError]]
+    program: dict[str, UlpError] = field(default_factory=dict)
 
 
 @rare_collections()
@@ -135,7 +150,8 @@ def prepare(
     names = [item["name"] for item in bundle.manifest["signature"]["outputs"]]
     sites = find_sites(bundle)
     watchers = _watchers(bundle, sites, inputs)
-    cases, records = _cases(inputs, names, oracle, baseline[1] if baseline else None, watchers, say)
+    limits = budgets(bundle.manifest, bundle.model_path) if bundle.eager is not None else None
+    cases, records = _cases(inputs, names, oracle, baseline[1] if baseline else None, watchers, say, limits)
     description, title, narrowed = oracle.description, baseline[0] if baseline else None, list(oracle.narrowed)
     del oracle, baseline
     give_back_memory(bundle.path)
@@ -150,7 +166,10 @@ def _refuse_random(bundle: BundleLike) -> None:
     if program is not None:
         draws = program_draws(program)
     else:
-        draws = random_draws(ir.load(bundle.reference_path)) if bundle.reference_path is not None else None
+        path = bundle.reference_path or bundle.model_path
+        model = ir.from_proto(read_model(path))
+        ir.external_data.set_base_dir(model.graph, path.parent)
+        draws = random_draws(model)
     if draws is not None:
         raise InputError(f"{bundle.path} draws random numbers ({draws}): nothing it gives can be compared")
 
@@ -221,7 +240,7 @@ def judge_prepared(
             say(f"parity of {backend.title}")
             values: list[dict[str, Array]] | None = None
             if backend.title == prepared.baseline:
-                result, own = _judge_baseline(backend, prepared.cases, limits)
+                result, own = _judge_baseline(bundle, backend, prepared.cases, limits)
             else:
                 watched = open_watched(checks, backend, prepared.sites, limits) if checks is not None else None
                 result, own = _judge_backend(bundle, backend, prepared.cases, limits, insist, watched)
@@ -237,6 +256,11 @@ def judge_prepared(
                     findings += _bisected(checks, runs, result, prepared, limits, save_to)
             results.append(result)
             measurements += own
+    eager = BACKENDS["pytorch"]
+    if prepared.baseline == eager.title and eager not in judged:  # asked for or not, truth hangs on it
+        result, own = _judge_baseline(bundle, eager, prepared.cases, limits)
+        if result.verdict == FAIL:
+            results, measurements = [*results, result], [*measurements, *own]
     skipped = [record.skipped for record in prepared.records if record.skipped]
     problem = f"no input could be judged: {skipped[0] if skipped else 'there are no samples'}"
     return ParityReport(
@@ -305,8 +329,12 @@ def _cases(
     baseline: Runner | None,
     watchers: Mapping[str, Watcher],
     say: Progress,
+    limits: dict[str, Budget] | None,
 ) -> tuple[list[Case], list[SampleRecord]]:
-    """Truth and eager's own error for each sample; a sample that either refuses judges nobody, and says why."""
+    """Truth and eager's own error for each sample; a sample that either refuses judges nobody, and says why.
+
+    With ``limits`` the baseline is a module, and where it is over them its traced program runs too.
+    """
     cases, records = [], []
     for index, sample in enumerate(samples):
         say(f"float64 truth {index + 1} of {len(samples)}: {sample.name}")
@@ -316,11 +344,12 @@ def _cases(
             _, nearest = watchers.get(sample.name, ({}, None))
             truth = dict(zip(names, oracle(sample.feeds, nearest), strict=True))
             eager = {name: (array.dtype.name, ulp_error(array, truth[name])) for name, array in own.items()}
+            program = program_errors(oracle, sample, truth, eager, limits) if limits is not None else {}
         except _REFUSALS as error:
             records.append(replace(record, skipped=f"the model refuses it: {one_line(error)}"))
             continue
         records.append(record)
-        cases.append(Case(sample, truth, eager))
+        cases.append(Case(sample, truth, eager, program))
     return cases, records
 
 
@@ -329,14 +358,17 @@ def _run(session: Runner, sample: Sample) -> dict[str, Array]:
 
 
 def _judge_baseline(
-    backend: Backend, cases: Sequence[Case], limits: dict[str, Budget]
+    bundle: BundleLike, backend: Backend, cases: Sequence[Case], limits: dict[str, Budget]
 ) -> tuple[BackendResult, list[Measurement]]:
-    """The model before export ran already, for the cases."""
-    measurements = [
-        Measurement(backend.name, case.sample.name, output, dtype, judge(error, error, limits.get(dtype)), error, error)
-        for case in cases
-        for output, (dtype, error) in case.eager.items()
-    ]
+    """The model before export ran already, for the cases: as exact as itself, but if it departs from its program."""
+    measurements = []
+    for case in cases:
+        for output, (dtype, error) in case.eager.items():
+            other = departs(error, case.program.get(output, error), limits.get(dtype))
+            verdict = FAIL if other else judge(error, error, limits.get(dtype))
+            measurements.append(Measurement(backend.name, case.sample.name, output, dtype, verdict, error, error))
+    measurements = beside_rounding(bundle, measurements, {case.sample.name: case.sample for case in cases}, limits)
+    measurements = [replace(m, reason=REASON) if m.verdict == FAIL else m for m in measurements]
     return _summarise(backend, measurements, 0.0), measurements
 
 

@@ -63,7 +63,8 @@ class PyTorchSession(Session):
         return {name: self.signature.constants[name] for name in names if name not in given}
 
     def _execute(self, feeds: Mapping[str, Array]) -> list[torch.Tensor]:
-        args, kwargs = self._structured(feeds)
+        # a model may write to what it is given: to no array that is passed by name, as on every other backend
+        args, kwargs = self._structured({name: to_torch(array).clone() for name, array in feeds.items()})
         return self._call(args, kwargs)
 
     def _structured(self, feeds: Mapping[str, Array]) -> tuple[Any, dict[str, Any]]:
