@@ -27,7 +27,9 @@ def program_draws(program: torch.export.ExportedProgram) -> str | None:
     """
     found = [
         (node.target.__name__.split(".")[0], last_place(node.meta.get("stack_trace") or ""))
-        for node in program.graph.nodes
+        for module in program.graph_module.modules()  # branches and regions too
+        if isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes
         if isinstance(node.target, torch._ops.OpOverload) and node.users and _is_seeded(node.target, node)
     ]
     return _in_words(found)

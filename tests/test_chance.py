@@ -52,6 +52,14 @@ def test_a_model_that_draws_is_refused_and_says_where(op: str, tmp_path: Path) -
     assert not (tmp_path / "b").exists()
 
 
+def test_a_branch_that_draws_is_seen(tmp_path: Path) -> None:
+    def either(y: Tensor) -> Tensor:
+        return torch.cond(y.sum() > 0, lambda a: attention(a, 0.1), lambda a: a[:, None] * 2, (y,))
+
+    with pytest.raises(InputError, match="draws random numbers"):
+        export_model(Norm(either).eval(), (X,), out_dir=tmp_path / "b", check=True)
+
+
 @pytest.mark.parametrize("op", ["Dropout", "scaled_dot_product_attention"])
 def test_it_is_exported_unchecked_with_a_note_and_never_judged(op: str, tmp_path: Path) -> None:
     bundle = export_model(Norm(DRAWING[op]).eval(), (X,), out_dir=tmp_path / "b")

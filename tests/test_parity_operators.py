@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from rmsnorm_deploy import export_model
@@ -208,3 +209,33 @@ def test_an_operator_without_a_kernel_here_is_refused_with_the_way_out(tmp_path:
     model, _ = one("GroupNorm", draw(1, 4, 4, 8), ROW, ROW, groups=2, activation=0, epsilon=1e-5)
     with pytest.raises(InputError, match=r"no float64 truth: .*GroupNorm.*--no-check"):
         program(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("op", "slope", "attributes"),
+    [
+        ("Elu", 1.0, {}),
+        ("Celu", 1.0, {}),
+        ("Elu", 0.5, {"alpha": 0.5}),
+        ("Celu", 1.0, {"alpha": 0.5}),
+        ("Selu", 1.6732632423543772 * 1.0507009873554805, {}),
+    ],
+)
+def test_exponential_units_are_lines_at_tiny_numbers(
+    tmp_path: Path, op: str, slope: float, attributes: dict[str, Any]
+) -> None:
+    x = -np.array([1e-38, 1e-30, 1e-12], np.float32)
+    model, feeds = one(op, x, domain="", **attributes)
+    (y,) = program(tmp_path, model).run(feeds)
+    assert y.dtype == np.float64
+    np.testing.assert_allclose(y, slope * x.astype(np.float64), rtol=1e-6)
+
+
+def test_a_runtime_whose_elu_loses_small_numbers_is_as_exact_as_before_fusing(tmp_path: Path) -> None:
+    class Gated(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.nn.functional.rms_norm(x, (16,), eps=1e-6), torch.nn.functional.elu(x)
+
+    bundle = export_model(Gated(), (torch.randn(2, 16),), out_dir=tmp_path / "b")
+    report = run_parity(bundle, backends=["onnxruntime", "onnx-reference"])
+    assert {result.verdict for result in report.backends} == {"pass-as-exact-as-unfused", "pass"}

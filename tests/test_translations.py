@@ -55,6 +55,22 @@ def test_distances_to_a_codebook(p: float, tmp_path: Path) -> None:
     np.testing.assert_array_equal(nearest.numpy(), far.argmin(-1))
 
 
+def test_logarithms_of_exponentials_do_not_overflow(tmp_path: Path) -> None:
+    class Logarithms(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            gate = nn.functional.logsigmoid(x)
+            return nn.functional.rms_norm(x, (WIDTH,)), gate, torch.logaddexp(x, x.flip(-1)), torch.logaddexp(x, x)
+
+    bundle = export_model(Logarithms(), (torch.randn(2, WIDTH),), out_dir=tmp_path / "b")
+    x = torch.linspace(-500, 500, 3 * WIDTH).reshape(3, WIDTH)
+    x[0, 0], x[1, 0] = -float("inf"), float("inf")
+    _, gate, both, twice = (found.double().numpy() for found in bundle.session("onnxruntime")(x))
+    wide = x.double().numpy()
+    np.testing.assert_allclose(gate, -np.logaddexp(0, -wide), rtol=1e-5, atol=1e-30)
+    np.testing.assert_allclose(both, np.logaddexp(wide, wide[:, ::-1]), rtol=1e-5)
+    np.testing.assert_allclose(twice, np.logaddexp(wide, wide), rtol=1e-5)
+
+
 def test_a_program_that_torch_cannot_save_is_refused_in_a_line(tmp_path: Path, monkeypatch: Any) -> None:
     def refuse(*_: Any) -> None:
         raise NotImplementedError("no name for this class\nand more")

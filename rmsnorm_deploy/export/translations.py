@@ -1,4 +1,4 @@
-"""Operators that PyTorch's exporter has no ONNX function for."""
+"""Operators that PyTorch's exporter has no ONNX function for, or one that overflows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ opset18: Any = _opset18  # its types are of values as numpy has them
 def table() -> dict[Any, Callable[..., Any]]:
     """For ``torch.onnx.export(custom_translation_table=...)``."""
     aten = torch.ops.aten
-    return {aten.sort.stable: _stable_sort, aten._cdist_forward.default: _distances}
+    return {
+        aten.sort.stable: _stable_sort,
+        aten._cdist_forward.default: _distances,
+        aten.log_sigmoid.default: _log_sigmoid,
+        aten.logaddexp.default: _log_of_sum,
+    }
 
 
 def _stable_sort(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
@@ -38,3 +43,17 @@ def _distances(x1: Any, x2: Any, p: float, compute_mode: int | None = None) -> A
     exponent = opset18.CastLike(opset18.Constant(value_float=p), x1)
     total = opset18.ReduceSum(opset18.Pow(size, exponent), last, keepdims=0)
     return opset18.Pow(total, opset18.Reciprocal(exponent))
+
+
+def _log_sigmoid(self: Any) -> Any:
+    """Not the logarithm of a sigmoid, which is zero below -104 in float32."""
+    return opset18.Neg(opset18.Softplus(opset18.Neg(self)))
+
+
+def _log_of_sum(self: Any, other: Any) -> Any:
+    """log(exp(self) + exp(other)) by way of the larger of the two, whose exponential is not taken."""
+    larger, smaller = opset18.Max(self, other), opset18.Min(self, other)
+    zero = opset18.CastLike(opset18.Constant(value_float=0.0), self)
+    # of two equal infinities the difference would be NaN
+    below = opset18.Where(opset18.Equal(larger, smaller), zero, opset18.Sub(smaller, larger))
+    return opset18.Add(larger, opset18.Softplus(below))

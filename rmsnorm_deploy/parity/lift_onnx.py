@@ -59,8 +59,9 @@ _FLOAT32_ONLY: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "Upsample": ((1,), ()),
 }
 
-# ONNX Runtime loads these in double precision, and has no code to run them
-_NOT_RUN_IN_DOUBLE = {"GRU", "LSTM"}
+# ONNX Runtime loads these in double precision; it has no code to run the first two, and the others, which take one from
+# an exponential, are nothing at subnormal numbers
+_NOT_RUN_IN_DOUBLE = {"GRU", "LSTM", "Elu", "Selu"}
 
 _INLINE_BYTES = 16384  # smaller initializers travel inside the model: ONNX Runtime wants some as constants
 

@@ -152,6 +152,39 @@ class QuickGelu(OpRun):
         return (np.asarray(x * _sigmoid(float(alpha) * x), X.dtype),)
 
 
+def _elu(x: Array, alpha: float, scale: float = 1.0) -> Array:
+    """In numpy's expm1: the exponential less one is nothing at subnormal numbers, even in float64."""
+    wide = _wide(x)
+    return np.asarray(scale * np.where(wide > 0, wide, alpha * np.expm1(np.minimum(wide, 0))), x.dtype)
+
+
+class Elu(OpRun):
+    """The standard operator; the onnx package's own loses all digits at small numbers."""
+
+    op_domain = ""
+
+    def _run(self, x: Array, alpha: float = 1.0) -> tuple[Array]:
+        return (_elu(x, alpha),)
+
+
+class Selu(OpRun):
+    """The standard operator, for the same reason."""
+
+    op_domain = ""
+
+    def _run(self, x: Array, alpha: float = 1.6732632423543772, gamma: float = 1.0507009873554805) -> tuple[Array]:
+        return (_elu(x, alpha, gamma),)
+
+
+class Celu(OpRun):
+    """The standard operator, for the same reason."""
+
+    op_domain = ""
+
+    def _run(self, x: Array, alpha: float = 1.0) -> tuple[Array]:
+        return (np.asarray(np.where(x > 0, x, _elu(x / alpha, alpha)), x.dtype),)
+
+
 class FusedMatMul(OpRun):
     """alpha times a product, of operands that are transposed or whose leading dim is moved to the rows first."""
 
@@ -259,6 +292,9 @@ OWN_OPERATORS = (
     BiasGelu,
     FastGelu,
     QuickGelu,
+    Elu,
+    Selu,
+    Celu,
     FusedMatMul,
     FusedGemm,
     FusedConv,
