@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
-from parity_fakes import make_bundle
+from parity_fakes import edit_model, make_bundle
 from torch import Tensor, nn
 
 from rmsnorm_deploy import export_model
@@ -106,3 +107,39 @@ def test_a_nan_of_the_module_alone_is_no_departure() -> None:
     some_nan = UlpError(max=float("inf"), p99=1.0, mean=0.3, elements=8, mismatched=2)
     assert not departs(some_nan, exact, None)
     assert departs(UlpError(max=9e6, p99=9e6, mean=5e6, elements=8), exact, None)
+
+
+class Padded(Normed):
+    def forward(self, x: Tensor, padding_mask: Tensor) -> Tensor:
+        return self.norm(x).masked_fill(padding_mask[..., None], 0.0)
+
+
+class NaNWhereHidden(Normed):
+    """Bool masks may say what is hidden as well as what is seen: the first query sees nothing in one of the two."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        size = x.shape[1]
+        seen = torch.ones(size, size, dtype=torch.bool).tril() & ~mask[:, None]
+        return torch.softmax(x @ self.norm(x).mT + torch.where(seen, 0.0, float("-inf")), -1)
+
+
+@pytest.mark.parametrize("model", [Padded, NaNWhereHidden])
+def test_masks_are_judged_where_they_hide_something(tmp_path: Path, model: type) -> None:
+    mask = torch.zeros(2, 6, dtype=torch.bool)
+    bundle = export_model(model(), (torch.randn(2, 6, 16), mask), out_dir=tmp_path / "b")
+    report = run_parity(bundle, backends=HERE)
+    assert report.ok
+    assert any(sample.name == "masks in part" and not sample.skipped for sample in report.samples)
+
+
+def test_a_mask_that_is_ignored_is_caught(tmp_path: Path) -> None:
+    args = (torch.randn(2, 6, 16), torch.zeros(2, 6, dtype=torch.bool))
+    bundle = export_model(Padded(), args, out_dir=tmp_path / "b")
+
+    def ignore(model: ir.Model) -> None:
+        for node in model.graph.all_nodes():
+            if node.op_type == "Where":
+                node.outputs[0].replace_all_uses_with(node.inputs[2], replace_graph_outputs=True)
+
+    edit_model(bundle, ignore)
+    assert run_parity(bundle, backends=["onnxruntime"]).backend("onnxruntime").verdict == "fail"

@@ -116,12 +116,29 @@ def test_masks_hide_nothing_and_positions_count_up() -> None:
         {"name": "steps", "dtype": "int32", "shape": []},
     )
     for sample in make_samples(manifest(*inputs, batch=(2, 0, None), seq=(5, 0, None))):
-        assert (sample.feeds["attention_mask"] == 1).all()
-        assert sample.feeds["bool_mask"].all()
-        assert not sample.feeds["additive_mask"].any()
+        if not sample.hides:
+            assert (sample.feeds["attention_mask"] == 1).all()
+            assert sample.feeds["bool_mask"].all()
+            assert not sample.feeds["additive_mask"].any()
         assert (sample.feeds["position_ids"] == np.arange(sample.dims["seq"])).all()
         assert sample.feeds["flags"].dtype == bool
         assert sample.feeds["steps"].shape == ()
+
+
+def test_one_sample_has_masks_that_hide_something() -> None:
+    inputs = (
+        HIDDEN,
+        {"name": "attention_mask", "dtype": "int64", "shape": ["batch", "seq"]},
+        {"name": "key_padding_mask", "dtype": "bool", "shape": ["batch", "seq"]},
+        {"name": "additive_mask", "dtype": "float16", "shape": ["batch", 1, "seq", "seq"]},
+    )
+    samples = make_samples(manifest(*inputs, batch=(2, 0, None), seq=(5, 0, None)))
+    (hiding,) = [sample for sample in samples if sample.hides]
+    assert (hiding.feeds["attention_mask"] == [1, 0, 1, 0, 1]).all()
+    assert (hiding.feeds["key_padding_mask"] == [False, True, False, True, False]).all()
+    assert (hiding.feeds["additive_mask"] == [0, -10, 0, -10, 0]).all()
+    assert not any(sample.feeds["key_padding_mask"].any() for sample in samples if not sample.hides)
+    assert not any(sample.hides for sample in make_samples(manifest(HIDDEN, batch=(2, 0, None), seq=(5, 0, None))))
 
 
 def test_the_seed_alone_decides() -> None:

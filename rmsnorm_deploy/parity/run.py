@@ -411,9 +411,11 @@ def _judge_case(session: Runner, backend: Backend, case: Case, limits: dict[str,
 
 
 def _is_defined(case: Case, output: str) -> bool:
-    """Whether ONNX says what an output is: not what a mean over no rows is, which PyTorch makes NaN."""
+    """Whether ONNX says what an output is: not what a mean over no rows is, or a softmax of what is all hidden, which
+    PyTorch makes NaN."""
     truth = case.truth[output]
-    return case.sample.has_rows or truth.size == 0 or not np.isnan(truth).any()
+    defined = case.sample.has_rows and not case.sample.hides
+    return defined or truth.size == 0 or not np.isnan(truth).any()
 
 
 def _measure(backend: Backend, case: Case, output: str, got: Array, limits: dict[str, Budget]) -> Measurement:

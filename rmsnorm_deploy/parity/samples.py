@@ -46,6 +46,11 @@ class Sample:
     dims: dict[str, int] = field(default_factory=dict)
 
     @property
+    def hides(self) -> bool:
+        """Whether its masks hide something; a query that sees nothing then has no defined result."""
+        return self.name == _MASKED.replace("_", " ")
+
+    @property
     def has_rows(self) -> bool:
         """Whether no input is empty."""
         return all(array.size for array in self.feeds.values())
@@ -205,13 +210,15 @@ def _values(item: Mapping[str, Any], shape: tuple[int, ...], random: np.random.G
     name, dtype = str(item["name"]).lower(), str(item["dtype"])
     if dtype in _FLOATS:
         if "mask" in name:
-            return np.zeros(shape, _FLOATS[dtype])  # an additive mask that hides nothing
+            # additive, and hides nothing; a finite number may be a factor too
+            return (_in_turn(shape) * (-10.0 * (pattern == _MASKED))).astype(_FLOATS[dtype])
         values = PATTERNS[pattern](random, shape, dtype) if len(shape) >= 1 else random.standard_normal(shape)
         with np.errstate(over="ignore", under="ignore"):
             return np.asarray(values).astype(_FLOATS[dtype])
     _require_numbers(item)
     if "mask" in name:
-        return np.ones(shape, dtype)
+        hidden = _in_turn(shape) if pattern == _MASKED else np.zeros(shape, bool)
+        return (hidden if "pad" in name else ~hidden).astype(dtype)  # PyTorch's masks of padding say what is hidden
     if dtype == "bool":
         return random.integers(0, 2, shape).astype(bool)
     if not item.get("high") and "position" in name and shape:
@@ -230,6 +237,11 @@ def _require_numbers(item: Mapping[str, Any]) -> None:
         ) from None
 
 
+def _in_turn(shape: tuple[int, ...]) -> Array:
+    """Every other place along the last axis, but not the first: whichever of the two a mask hides, some are seen."""
+    return np.broadcast_to(np.arange(shape[-1] if shape else 1) % 2 == 1, shape or (1,)).reshape(shape)
+
+
 def _any_ids(random: np.random.Generator, shape: tuple[int, ...], high: int) -> Array:
     return random.integers(0, high, shape)
 
@@ -243,6 +255,7 @@ def _same_id(random: np.random.Generator, shape: tuple[int, ...], high: int) -> 
     return np.full(shape, random.integers(0, high))
 
 
+_MASKED = "masks_in_part"
 _ID_PATTERNS = {"edge_ids": _edge_ids, "one_id_throughout": _same_id}
 
 
@@ -304,15 +317,18 @@ PATTERNS: dict[str, Callable[[np.random.Generator, tuple[int, ...], str], Array6
     "mixed_magnitudes": _mixed,
     "edge_ids": _normal,
     "one_id_throughout": _normal,
+    _MASKED: _normal,
 }
 
 
 def _patterns_for(inputs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Adversarial floats where the model takes floats (other than a mask), edge ids where it takes ids."""
+    """Adversarial floats where the model takes floats (other than a mask), edge ids where it takes ids, and masks that
+    hide something where it takes masks."""
     floats = any(item["dtype"] in _FLOATS and item["shape"] and "mask" not in item["name"].lower() for item in inputs)
     ids = any((item.get("high") or 0) > 1 for item in inputs)
-    chosen = [name for name in PATTERNS if name not in ("normal", *_ID_PATTERNS)] if floats else []
-    return chosen + (list(_ID_PATTERNS) if ids else [])
+    masks = any("mask" in item["name"].lower() and item["shape"] for item in inputs)
+    chosen = [name for name in PATTERNS if name not in ("normal", _MASKED, *_ID_PATTERNS)] if floats else []
+    return ([_MASKED] if masks else []) + chosen + (list(_ID_PATTERNS) if ids else [])
 
 
 def _fit(path: Path, item: Mapping[str, Any], array: Array) -> Array:
