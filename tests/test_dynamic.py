@@ -185,6 +185,14 @@ def test_an_axis_that_the_model_fixes_goes_unsaid(tmp_path: Path) -> None:
     assert bundle.manifest["notes"] == ["axis 1 of 'x' is fixed at 5: the model needs the example's size"]
 
 
+def test_a_size_past_which_the_code_goes_another_way_is_told(tmp_path: Path) -> None:
+    model = Alone(lambda norm, x: norm(x) * 2 if x.shape[1] > 8 else norm(x))
+    bundle = export_model(model, (torch.randn(2, 5, WIDTH),), out_dir=tmp_path / "b")
+    assert len([note for note in bundle.manifest["notes"] if note.startswith("dim 'seq' is 8 at most")]) == 1
+    with pytest.raises(InputError, match="exported for 0 to 8"):
+        bundle.session("onnxruntime")(torch.randn(2, 9, WIDTH))
+
+
 @functools.lru_cache
 def _remembered(length: int) -> torch.Tensor:
     return torch.full((length, 1), 2.0)

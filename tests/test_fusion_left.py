@@ -101,6 +101,14 @@ def test_a_statistic_over_columns_divides_rows() -> None:
     check(graph(body, **SQUARE), 0, left=(OTHER,), exact=1e-6)
 
 
+def test_a_mean_over_other_axes_makes_no_layer_norm() -> None:
+    body = (
+        "mu = ReduceMean(x, first) c = Sub(x, mu) sq = Mul(c, c) ms = ReduceMean(sq, last) me = Add(ms, eps) "
+        "rt = Sqrt(me) n = Div(c, rt) y = Mul(n, w)"
+    )
+    check(graph(body), 1)
+
+
 def test_a_left_layer_norm_loses_the_fusion_that_onnxruntime_has_for_it() -> None:
     from fusion_graphs import feeds_of, fused, op_types, run
 

@@ -123,9 +123,17 @@ def _try(attempt: _Attempt, source: Source, opset: int) -> Traced:
 
 
 def _fixed(traced: Traced, source: Source) -> list[str]:
-    """Notes on the axes that the model fixed."""
+    """Notes on the axes that the model fixed, or takes up to a size only."""
     asked = None if source.dynamic_shapes is None else source.dims
-    return fixed_axes(traced.model.graph.inputs, asked, _image(source.model))
+    limits = {name: limit["max"] for name, limit in traced.dims.items() if name not in source.ranges}
+    return [
+        *fixed_axes(traced.model.graph.inputs, asked, _image(source.model)),
+        *(
+            f"dim '{name}' is {most} at most: past it the model's code goes another way, and the file would not"
+            for name, most in limits.items()
+            if most is not None
+        ),
+    ]
 
 
 def _image(model: torch.nn.Module) -> Image | None:

@@ -206,10 +206,11 @@ class _Matcher:
 
     def _is_layer_norm(self, statistic: Atom, squared: Meaning) -> bool:
         """Whether a row's deviations from its mean were squared, and are what is divided, computed twice or not."""
-        if not any(_is_centred(value, self.interpreter) for value in self._carriers(statistic, squared)):
+        axes = statistic.axes
+        if not any(_is_centred(value, self.interpreter, axes) for value in self._carriers(statistic, squared)):
             return False
         divided = [atom.value for atom, _ in self.meaning.factors if atom.value is not None]
-        return any(_is_centred(value, self.interpreter) for value in divided)
+        return any(_is_centred(value, self.interpreter, axes) for value in divided)
 
     def _carriers(self, statistic: Atom, meaning: Meaning) -> list[ir.Value]:
         """Values that mean what was squared, the one that was squared first."""
@@ -321,15 +322,17 @@ def _agree(a: Shape, b: Shape) -> bool:
     return len(a) == len(b) and all(x == y or x is None or y is None for x, y in zip(a, b, strict=True))
 
 
-def _is_centred(root: ir.Value, interpreter: Interpreter) -> bool:
-    """Whether the root is ``x - mean(x)``."""
+def _is_centred(root: ir.Value, interpreter: Interpreter, axes: tuple[int, ...]) -> bool:
+    """Whether the root is ``x - mean(x)``, the mean being a row's: over the same axes as the squares."""
     node = _through(root, ("Cast", "CastLike", "Identity"))
     if node is None or node.op_type != "Sub" or node.inputs[0] is None or node.inputs[1] is None:
         return False
     mean = _through(node.inputs[1], ("Cast", "CastLike", "Identity", "Expand", "Unsqueeze", "Reshape"))
     if mean is None or mean.op_type != "ReduceMean" or mean.inputs[0] is None:
         return False
-    return interpreter.of(mean.inputs[0]).key == interpreter.of(node.inputs[0]).key
+    averaged = interpreter.of(mean.inputs[0])
+    over = interpreter.reduced_axes(mean, averaged.shape)
+    return averaged.key == interpreter.of(node.inputs[0]).key and over in (None, axes)
 
 
 def _through(value: ir.Value, op_types: tuple[str, ...]) -> ir.Node | None:

@@ -1,7 +1,7 @@
 """Whether a module still computes what was traced from it: truth is the program's, and so is every exported file.
 
-A module that keeps state from call to call, chooses in Python by the values it sees, or does something else while it
-is exported is far from the truth. Its own error excuses nothing then, least of all itself.
+A module that keeps state from call to call, chooses in Python by the values it sees or by whether a size is one, or
+does something else while it is exported is far from the truth. Its own error excuses nothing then, least of all itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rmsnorm_deploy.parity.ulp import Array, UlpError, ulp_error
 
 REASON = (
     "the module gives other values than the program that was traced from it and exported: does it keep state from call "
-    "to call, choose in Python by values, or do something else while it is exported?"
+    "to call, choose in Python by values or by a size of one, or do something else while it is exported?"
 )
 
 
