@@ -268,6 +268,15 @@ def test_nothing_judged_is_not_proved(block: FakeBundle) -> None:
     assert report.headline().startswith("Not proved: no input could be judged")
 
 
+def test_nothing_but_nan_is_not_proved(tmp_path: Path) -> None:
+    model = Block()
+    torch.nn.init.constant_(next(model.parameters()), math.nan)
+    report = run_parity(make_bundle(tmp_path, model, (torch.randn(2, 5, 32),), dims=DIMS), backends=HERE)
+    assert not report.ok
+    assert report.headline() == "Not proved: the model gives nothing but NaN and infinity, on every input"
+    assert verdict(report, 2).state == "unknown"
+
+
 def test_integers_must_be_equal(tmp_path: Path) -> None:
     class Argmax(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -261,8 +261,6 @@ def judge_prepared(
         result, own = _judge_baseline(bundle, eager, prepared.cases, limits)
         if result.verdict == FAIL:
             results, measurements = [*results, result], [*measurements, *own]
-    skipped = [record.skipped for record in prepared.records if record.skipped]
-    problem = f"no input could be judged: {skipped[0] if skipped else 'there are no samples'}"
     return ParityReport(
         oracle=prepared.oracle,
         baseline=prepared.baseline,
@@ -272,12 +270,23 @@ def judge_prepared(
         backends=results,
         measurements=measurements,
         seconds=time.perf_counter() - start,
-        problem=None if prepared.cases else problem,
+        problem=_problem(prepared),
         baseline_problem=prepared.baseline_problem,
         sites=sites,
         findings=findings,
         narrowed=prepared.narrowed,
     )
+
+
+def _problem(prepared: Prepared) -> str | None:
+    """Why nothing was proved, whatever the backends gave."""
+    if not prepared.cases:
+        skipped = [record.skipped for record in prepared.records if record.skipped]
+        return f"no input could be judged: {skipped[0] if skipped else 'there are no samples'}"
+    truths = [truth for case in prepared.cases for truth in case.truth.values() if truth.size]
+    if truths and not any(np.isfinite(truth).any() for truth in truths):
+        return "the model gives nothing but NaN and infinity, on every input"
+    return None
 
 
 def _with_norms(result: BackendResult, sites: Sequence[SiteError]) -> BackendResult:
