@@ -109,6 +109,13 @@ def test_a_nan_of_the_module_alone_is_no_departure() -> None:
     assert departs(UlpError(max=9e6, p99=9e6, mean=5e6, elements=8), exact, None)
 
 
+@pytest.mark.parametrize("model", [CountsInABuffer, Coarse])
+def test_a_buffer_that_is_written_to_is_noted(tmp_path: Path, model: type) -> None:
+    notes = export_model(model(), (torch.randn(2, 16),), out_dir=tmp_path / "b").manifest["notes"]
+    told = [note for note in notes if note.startswith("the model writes to calls: the file begins every call")]
+    assert len(told) == (model is CountsInABuffer)
+
+
 class Padded(Normed):
     def forward(self, x: Tensor, padding_mask: Tensor) -> Tensor:
         return self.norm(x).masked_fill(padding_mask[..., None], 0.0)

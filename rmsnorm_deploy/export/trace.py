@@ -209,6 +209,8 @@ def _from_program(program: torch.export.ExportedProgram, source: Source, opset: 
     parameters = _parameters(program, source)
     leaves = call_leaves(program, parameters)
     traced = Traced(model, portable, parameters)
+    if exported.exported_program is not None:
+        traced.notes += _state(exported.exported_program)
     name_inputs(traced, leaves)
     name_outputs(model, program)
     symbols = name_dims(traced, source)
@@ -217,6 +219,14 @@ def _from_program(program: torch.export.ExportedProgram, source: Source, opset: 
     stack_weights(model.graph)
     traced.high = {**vocabularies(model), **source.high}
     return traced
+
+
+def _state(program: torch.export.ExportedProgram) -> list[str]:
+    """A note on the buffers that a model writes to, which a file can't keep."""
+    written = sorted(set(program.graph_signature.buffers_to_mutate.values()))
+    if not written:
+        return []
+    return [f"the model writes to {', '.join(written)}: the file begins every call with what was there at export"]
 
 
 def _set_traces_aside(model: ir.Model) -> None:
