@@ -59,9 +59,12 @@ _FLOAT32_ONLY: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "Upsample": ((1,), ()),
 }
 
-# ONNX Runtime loads these in double precision; it has no code to run the first two, and the others, which take one from
-# an exponential, are nothing at subnormal numbers
-_NOT_RUN_IN_DOUBLE = {"GRU", "LSTM", "Elu", "Selu"}
+# ONNX Runtime loads these in double precision, and has no code to run them
+_NOT_RUN_IN_DOUBLE = {"GRU", "LSTM"}
+
+# alpha and gamma, where a node does not say; both engines take one from an exponential, which leaves nothing at
+# subnormal numbers
+_EXPONENTIAL_UNITS = {"Elu": (1.0, 1.0), "Selu": (1.67326319217681884765625, 1.05070102214813232421875)}
 
 _INLINE_BYTES = 16384  # smaller initializers travel inside the model: ONNX Runtime wants some as constants
 
@@ -212,6 +215,8 @@ def _lift_node(node: ir.Node) -> None:
     elif node.op_type == "ConstantOfShape":
         fill = node.attributes["value"].as_tensor().numpy() if "value" in node.attributes else np.zeros(1, np.float32)
         node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_widen(fill)))
+    elif node.op_type in _EXPONENTIAL_UNITS:
+        _spell_exponential_unit(node)
     elif node.op_type in _FLOAT32_ONLY:
         _isolate(node, *_FLOAT32_ONLY[node.op_type])
     default = _DEFAULTS_TO_FLOAT.get(node.op_type)
@@ -236,6 +241,37 @@ def _lift_constant(node: ir.Node) -> None:
         array = attribute.as_tensor().numpy() if name == "value" else np.asarray(attribute.value, np.float64)
         node.attributes.pop(name)
         node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_widen(array)))
+
+
+def _spell_exponential_unit(node: ir.Node) -> None:
+    """gamma * x above zero, gamma * alpha * (e^x - 1) below, with e^x - 1 = 2 t / (1 - t) for t = tanh(x / 2)."""
+    x = node.inputs[0]
+    assert node.graph is not None
+    assert x is not None
+    alpha, gamma = _EXPONENTIAL_UNITS[node.op_type]
+    alpha, gamma = node.attributes.get_float("alpha", alpha), node.attributes.get_float("gamma", gamma)
+    made: list[ir.Node] = []
+
+    def add(op_type: str, *inputs: ir.Value) -> ir.Value:
+        made.append(ir.node(op_type, list(inputs)))
+        return made[-1].outputs[0]
+
+    def number(value: float) -> ir.Value:
+        made.append(ir.node("Constant", [], {"value": ir.tensor(np.float64(value))}))
+        return made[-1].outputs[0]
+
+    zero = number(0.0)
+    half = add("Tanh", add("Mul", add("Min", x, zero), number(0.5)))
+    below = add("Div", add("Mul", half, number(2.0 * alpha)), add("Sub", number(1.0), half))
+    unit = add("Where", add("Greater", x, zero), x, below)
+    result = add("Mul", unit, number(gamma))
+    node.graph.insert_before(node, made)
+    output = node.outputs[0]
+    if output.is_graph_output():
+        result.type, result.shape = ir.TensorType(ir.DataType.DOUBLE), output.shape
+        result.name, output.name = output.name, f"{output.name}_narrow"
+    output.replace_all_uses_with(result, replace_graph_outputs=True)
+    node.graph.remove(node)
 
 
 def _isolate(node: ir.Node, operands: Iterable[int], results: Iterable[int]) -> None:
