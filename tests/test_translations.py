@@ -71,6 +71,22 @@ def test_logarithms_of_exponentials_do_not_overflow(tmp_path: Path) -> None:
     np.testing.assert_allclose(twice, np.logaddexp(wide, wide), rtol=1e-5)
 
 
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+def test_small_numbers_are_not_lost_beside_one(dtype: torch.dtype, rtol: float, tmp_path: Path) -> None:
+    class BesideOne(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return nn.functional.rms_norm(x, (WIDTH,)), x.expm1(), x.log1p()
+
+    bundle = export_model(BesideOne(), (torch.randn(2, WIDTH, dtype=dtype),), out_dir=tmp_path / "b")
+    sizes = torch.logspace(-30, 1.9, 4 * WIDTH - 2, dtype=dtype)
+    x = torch.cat((sizes, -sizes / 80, torch.tensor([-1, 0, torch.inf, -torch.inf], dtype=dtype))).reshape(8, WIDTH)
+    _, less, more = (found.double().numpy() for found in bundle.session("onnxruntime")(x))
+    wide = x.double().numpy()
+    with np.errstate(all="ignore"):
+        np.testing.assert_allclose(less, np.expm1(wide), rtol=rtol)
+        np.testing.assert_allclose(more, np.log1p(wide), rtol=rtol)
+
+
 def test_a_program_that_torch_cannot_save_is_refused_in_a_line(tmp_path: Path, monkeypatch: Any) -> None:
     def refuse(*_: Any) -> None:
         raise NotImplementedError("no name for this class\nand more")

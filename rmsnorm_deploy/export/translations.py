@@ -1,4 +1,4 @@
-"""Operators that PyTorch's exporter has no ONNX function for, or one that overflows."""
+"""Operators that PyTorch's exporter has no ONNX function for, or one that overflows or loses small numbers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten._cdist_forward.default: _distances,
         aten.log_sigmoid.default: _log_sigmoid,
         aten.logaddexp.default: _log_of_sum,
+        aten.expm1.default: _exponential_less_one,
+        aten.log1p.default: _log_of_one_more,
     }
 
 
@@ -57,3 +59,27 @@ def _log_of_sum(self: Any, other: Any) -> Any:
     # of two equal infinities the difference would be NaN
     below = opset18.Where(opset18.Equal(larger, smaller), zero, opset18.Sub(smaller, larger))
     return opset18.Add(larger, opset18.Softplus(below))
+
+
+def _exponential_less_one(self: Any) -> Any:
+    """2 t / (1 - t) with t = tanh(x / 2) where x is small: e^x - 1 has none of its digits there."""
+    one = opset18.CastLike(opset18.Constant(value_float=1.0), self)
+    half = opset18.CastLike(opset18.Constant(value_float=0.5), self)
+    tangent = opset18.Tanh(opset18.Mul(self, half))
+    near = opset18.Div(opset18.Add(tangent, tangent), opset18.Sub(one, tangent))
+    return opset18.Where(opset18.Less(opset18.Abs(self), one), near, opset18.Sub(opset18.Exp(self), one))
+
+
+def _log_of_one_more(self: Any) -> Any:
+    """log(u) x / (u - 1) with u = 1 + x as it is rounded, which mends what the rounding did; x where u is one.
+
+    W. Kahan's, in D. Goldberg, What Every Computer Scientist Should Know About Floating-Point Arithmetic, theorem 4.
+    """
+    one = opset18.CastLike(opset18.Constant(value_float=1.0), self)
+    more = opset18.Add(self, one)
+    added = opset18.Sub(more, one)
+    lost = opset18.Equal(added, opset18.CastLike(opset18.Constant(value_float=0.0), self))
+    huge = opset18.Equal(added, self)  # as infinity is, of which there is no quotient
+    quotient = opset18.Div(self, opset18.Where(lost, one, added))
+    mended = opset18.Mul(opset18.Log(more), opset18.Where(huge, one, quotient))
+    return opset18.Where(lost, self, mended)
