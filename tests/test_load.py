@@ -622,6 +622,10 @@ def test_a_tied_weight_may_be_given_once(tmp_path: Path) -> None:
     assert source.model.head.weight is source.model.emb.weight
     torch.save({"emb.weight": weight, "head.weight": weight.clone()}, tmp_path / "both.pt")
     assert torch.equal(load_source(tmp_path / "both.pt", recipe=recipe).model.head.weight, weight)
+    for odd in (torch.full((10, 4), torch.nan), weight.to(torch.float8_e4m3fn)):  # neither is equal to itself for torch
+        torch.save({"emb.weight": odd, "head.weight": odd.clone()}, tmp_path / "odd.pt")
+        loaded = load_source(tmp_path / "odd.pt", recipe=recipe).model.head.weight
+        assert torch.equal(loaded.nan_to_num(7), odd.float().nan_to_num(7))
     torch.save({"emb.weight": weight, "head.weight": weight * 2}, tmp_path / "untied.pt")
     with pytest.raises(InputError, match=r"emb\.weight and head\.weight differ"):
         load_source(tmp_path / "untied.pt", recipe=recipe)
@@ -634,6 +638,39 @@ def test_state_key_takes_another_entry(files: dict[str, Path], tmp_path: Path) -
     refused(
         r"has no 'emma' \(--state-key\); it has model, ema", tmp_path / "w.pt", recipe=files["recipe"], state_key="emma"
     )
+
+
+def test_a_state_dict_in_entries_of_entries_is_found_and_can_be_named(files: dict[str, Path], tmp_path: Path) -> None:
+    net = make_net(files, files["recipe"].stem)
+    zeros = {k: v * 0 for k, v in net.state_dict().items()}
+    torch.save({"epoch": 1, "trainer": {"net.ema": {"weights": net.state_dict()}}}, tmp_path / "one.pt")
+    source = load_source(tmp_path / "one.pt", recipe=files["recipe"])
+    computes(source, net)
+    assert "weights taken from 'trainer.net.ema.weights' of one.pt" in source.notes
+    torch.save({"trainer": {"net": {"a": zeros, "b": net.state_dict()}}}, tmp_path / "two.pt")
+    refused("trainer.net.a, trainer.net.b are all state dicts", tmp_path / "two.pt", recipe=files["recipe"])
+    computes(load_source(tmp_path / "two.pt", recipe=files["recipe"], state_key="trainer.net.b"), net)
+    refused("has no 'trainer.net.c'", tmp_path / "two.pt", recipe=files["recipe"], state_key="trainer.net.c")
+
+
+def test_weights_as_numpy_arrays_are_weights(files: dict[str, Path], tmp_path: Path) -> None:
+    net = make_net(files, files["recipe"].stem)
+    arrays = {k: v.numpy().astype(">f4") for k, v in net.state_dict().items()}
+    torch.save({"model": arrays, "__author__": "zoo", "loss": 0.1}, tmp_path / "w.pt")
+    computes(load_source(tmp_path / "w.pt", recipe=files["recipe"]), net)
+    computes(load_source(tmp_path / "w.pt", recipe=files["recipe"], state_key="model"), net)
+
+
+def test_a_recipe_may_take_out_what_is_not_the_models(files: dict[str, Path], tmp_path: Path) -> None:
+    net = make_net(files, files["recipe"].stem)
+    torch.save({**net.state_dict(), "criterion.weight": torch.ones(4)}, tmp_path / "w.ckpt")
+    says = r"1 unexpected: criterion.weight; build\(weights\) of a recipe may"
+    refused(says, tmp_path / "w.ckpt", recipe=files["recipe"])
+    build = "def build(weights):\n    del weights['criterion.weight']"
+    text = files["recipe"].read_text().replace("def build():", build)
+    recipe = tmp_path / "takes_out_recipe.py"
+    recipe.write_text(text)
+    computes(load_source(tmp_path / "w.ckpt", recipe=recipe), net)
 
 
 @pytest.mark.parametrize("name", ["model_state", "anything"])
@@ -656,7 +693,7 @@ def test_the_only_entry_that_is_a_state_dict_is_taken_whatever_its_name(
             "a, b are all state dicts: choose one with --state-key",
         ),
         (torch.zeros(3), "holds a Tensor"),
-        ({"optimizer": {"lr": 1}}, "no state dict in it, only optimizer"),
+        ({"optimizer": {"lr": 1}}, r"no state dict \(names to tensors\) in it, only optimizer"),
         ({}, "only nothing"),
         ([1], "holds a list"),
     ],
@@ -893,6 +930,14 @@ def foreign_files(folder: Path) -> dict[str, str]:
     for name, content in data.items():
         (folder / name).write_bytes(content)
     (folder / "bare").mkdir()
+    for name, file in {
+        "distributed": ".metadata",
+        "deepspeed": "latest",
+        "shards": "pytorch_model.bin.index.json",
+        "accelerate": "model.safetensors",
+    }.items():
+        (folder / name).mkdir()
+        (folder / name / file).write_text("")
     (folder / "adapter").mkdir()
     (folder / "adapter" / "adapter_config.json").write_text("{}")
     (folder / "done.bundle").mkdir()
@@ -914,7 +959,11 @@ def foreign_files(folder: Path) -> dict[str, str]:
         "empty_graph.onnx": "without nodes",
         "bad.gguf": "bad.gguf|gguf",
         "cut.gguf": "cut.gguf: the file is cut short or damaged",
-        "bare": "without config.json",
+        "bare": "without config.json.*nor is a model file in it",
+        "distributed": "format_utils dcp_to_torch .*distributed weights.pt",
+        "deepspeed": "zero_to_fp32.py",
+        "shards": "load its shards",
+        "accelerate": "give the model file in it: model.safetensors",
         "adapter": "LoRA",
         "done.bundle": "bundle made by this tool",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import zipfile
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,8 @@ from rmsnorm_deploy.errors import InputError
 
 FileKind = Literal["huggingface", "recipe", "gguf", "safetensors", "shards", "torchscript", "program", "pickle", "onnx"]
 
+_MODELS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".pt2", ".onnx", ".gguf", ".py")
+_SHOWN = 4
 SHARD_INDEX = ".safetensors.index.json"  # how the name of a file ends that says which weight is in which file
 _LFS = b"version https://git-lfs"
 _ZIP = b"PK\x03\x04"
@@ -93,7 +96,20 @@ def _directory(path: Path) -> FileKind:
         raise InputError(f"{path}: a LoRA adapter without its model: merge it (merge_and_unload) and save the whole")
     if (path / "manifest.json").is_file():
         raise InputError(f"{path}: a bundle made by this tool already; check it with python -m rmsnorm_deploy.verify")
-    raise InputError(f"{path}: a directory without config.json, so not a Hugging Face model; give the model file in it")
+    raise InputError(f"{path}: a directory without config.json, so not a Hugging Face model; {_instead(path)}")
+
+
+def _instead(path: Path) -> str:
+    """What to give in place of a directory that is no model."""
+    if (path / ".metadata").is_file():
+        converter = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
+        return f"a distributed checkpoint: {converter} {shlex.quote(str(path))} weights.pt makes a file of it"
+    if (path / "latest").is_file() or any(path.glob("*zero_pp_rank_*")):
+        return "a DeepSpeed checkpoint: the zero_to_fp32.py that lies in it makes a file of it"
+    if any(path.glob("*.bin.index.json")):
+        return "load its shards, torch.save them as one dict, and give that file"
+    found = sorted(file.name for file in path.iterdir() if file.suffix in _MODELS)[:_SHOWN]
+    return f"give the model file in it: {', '.join(found)}" if found else "nor is a model file in it"
 
 
 def _archive(path: Path) -> FileKind:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,6 +25,7 @@ WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 _EXTRA = "_extra_state"  # how a module's own record ends, of which torch.nn.Module knows nothing more
 _COUNT = "n_averaged"  # what torch.optim.swa_utils.AveragedModel keeps beside the weights
 _SHOWN = 6
+_DEPTH = 3  # of entries in entries
 
 
 def find_state(path: Path, found: Any, key: str | None, notes: list[str]) -> Weights | nn.Module:
@@ -33,22 +35,28 @@ def find_state(path: Path, found: Any, key: str | None, notes: list[str]) -> Wei
     """
     if isinstance(found, nn.Module) and key is None:
         return found
+    if isinstance(found, Mapping) and not _has_tensors(found):
+        found = _as_tensors(found)
     if not isinstance(found, Mapping):
         raise InputError(f"{path}: holds a {type(found).__name__}, neither a module nor a state dict")
     if key is not None:
-        if key not in found:
+        entry = _entry(found, key)
+        if entry is None:
             raise InputError(f"{path}: has no '{key}' (--state-key); it has {_some(map(str, found))}")
-        return _checked(path, found[key], f"'{key}'")
+        return _checked(path, entry, f"'{key}'")
     if _is_state(found):
         return _checked(path, found, "the file")
     inside = [name for name in CONTAINERS if _holds_weights(found.get(name))]
     inside = inside or _only_one(path, [str(name) for name in found if _holds_weights(found[name])])
+    inside = inside or _only_one(path, list(_deeper(found)))
     if not inside:
         there = _some(map(str, found)) or "nothing"
-        raise InputError(f"{path}: no state dict in it, only {there}; name the right entry with --state-key")
+        raise InputError(
+            f"{path}: no state dict (names to tensors) in it, only {there}: torch.save the model's state_dict()"
+        )
     others = f" ({', '.join(inside[1:])} in there too: --state-key takes another)" if inside[1:] else ""
     notes.append(f"weights taken from '{inside[0]}' of {path.name}{others}")
-    return _checked(path, found[inside[0]], f"'{inside[0]}'")
+    return _checked(path, _entry(found, inside[0]), f"'{inside[0]}'")
 
 
 def load_state(model: nn.Module, weights: Weights, path: Path, recipe: Path, notes: list[str]) -> None:
@@ -111,6 +119,42 @@ def _only_one(path: Path, names: list[str]) -> list[str]:
     if len(names) > 1:
         raise InputError(f"{path}: {_some(names)} are all state dicts: choose one with --state-key")
     return names
+
+
+def _has_tensors(found: Mapping[Any, Any]) -> bool:
+    return any(
+        isinstance(entry, torch.Tensor) or (isinstance(entry, Mapping) and _has_tensors(entry))
+        for entry in found.values()
+    )
+
+
+def _as_tensors(found: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The same with numpy's arrays as tensors: the weights of a file that holds no tensors, as detectron2's."""
+
+    def tensor(entry: Any) -> Any:
+        if isinstance(entry, np.ndarray) and entry.dtype.kind in "fiub":
+            return torch.from_numpy(np.array(entry, entry.dtype.newbyteorder("=")))
+        return _as_tensors(entry) if isinstance(entry, Mapping) else entry
+
+    return {name: tensor(entry) for name, entry in found.items()}
+
+
+def _deeper(found: Mapping[Any, Any], above: str = "", depth: int = _DEPTH) -> Iterator[str]:
+    """State dicts in entries of entries, as ``trainer.model``."""
+    for name, entry in found.items():
+        if isinstance(name, str) and _holds_weights(entry):
+            yield f"{above}{name}"
+        elif isinstance(name, str) and isinstance(entry, Mapping) and depth > 1:
+            yield from _deeper(entry, f"{above}{name}.", depth - 1)
+
+
+def _entry(found: Any, key: str) -> Any:
+    """What a checkpoint holds under a key, or under keys in each other with dots between; None without it."""
+    if not isinstance(found, Mapping) or key in found:
+        return found[key] if isinstance(found, Mapping) else None
+    heads = [name for name in found if isinstance(name, str) and key.startswith(f"{name}.")]
+    entries = (_entry(found[name], key.removeprefix(f"{name}.")) for name in heads)
+    return next((entry for entry in entries if entry is not None), None)
 
 
 def _is_state(found: Any) -> bool:
@@ -192,11 +236,18 @@ def _refuse_untied(path: Path, recipe: Path, given: Weights, target: Mapping[str
         if not target[name].numel():
             continue
         other = first.setdefault((target[name].data_ptr(), target[name].shape), name)
-        if not torch.equal(given[other], given[name]):
+        if not _same(given[other], given[name]):
             raise InputError(
                 f"{path}: {other} and {name} differ, and {recipe} builds a model in which they are one tensor: "
                 "untie them there, or save the file without the one that is not used"
             )
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two weights are the same numbers; NaN is NaN, and float8, which torch can't compare, is a float."""
+    if a is b or (a.dtype == b.dtype and torch.equal(*(t.contiguous().flatten().view(torch.uint8) for t in (a, b)))):
+        return True
+    return a.shape == b.shape and bool(torch.isclose(a.double(), b.double(), rtol=0, atol=0, equal_nan=True).all())
 
 
 def _unfit(path: Path, recipe: Path, missing: list[str], unexpected: list[str]) -> str:
@@ -205,6 +256,10 @@ def _unfit(path: Path, recipe: Path, missing: list[str], unexpected: list[str]) 
         problems.append(f"{len(missing)} missing: {_some(missing)}")
     if unexpected:
         problems.append(f"{len(unexpected)} unexpected: {_some(unexpected)}")
+    if any("lora_" in key for key in unexpected):
+        problems.append("merge the LoRA adapter (merge_and_unload) and save the whole")
+    elif unexpected:
+        problems.append("build(weights) of a recipe may rename them, or take out what is not the model's")
     return f"{path}: its keys are not those of the model that {recipe} builds: {'; '.join(problems)}"
 
 
