@@ -138,6 +138,17 @@ def exported_nested() -> Any:
 # --- binding ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_value_that_is_two_outputs_is_returned_once(tmp_path):
+    inputs, outputs = [tensor("x")], [tensor("y"), tensor("z"), tensor("y")]
+    nodes = [helper.make_node("Neg", ["x"], ["y"]), helper.make_node("Abs", ["x"], ["z"])]
+    write_model(tmp_path, nodes, inputs, outputs)
+    session = open_session(FakeBundle(tmp_path, manifest(inputs, outputs)), "onnxruntime")
+    x = np.float32([[1, -2, 3]])
+    got = session.run({"x": x})
+    assert np.array_equal(got["y"], -x)
+    assert np.array_equal(got["z"], abs(x))
+
+
 def test_nested_arguments_are_bound_by_path_whatever_their_order():
     args, kwargs, _ = nested_call()
     feeds = bind_call(Signature.from_manifest(nested_manifest()), args, kwargs)

@@ -201,7 +201,8 @@ class OnnxRuntimeSession(Session):
         try:
             for name, buffer in buffers.items():
                 _bind_input(binding, name, buffer)
-            for name in self.output_names:
+            names = list(dict.fromkeys(self.output_names))  # a value may be several outputs, and is bound once
+            for name in names:
                 binding.bind_output(name, *(("cpu", 0) if cuda is None else ("cuda", cuda.device_index)))
             if cuda is not None:
                 torch.cuda.current_stream(cuda.device_index).synchronize()
@@ -209,7 +210,8 @@ class OnnxRuntimeSession(Session):
             if cuda is not None:
                 binding.synchronize_outputs()
             fed = {buffer.address for buffer in buffers.values()}
-            return [_as_torch(value, fed) for value in binding.get_outputs()]
+            values = dict(zip(names, (_as_torch(value, fed) for value in binding.get_outputs()), strict=True))
+            return [values[name] for name in self.output_names]
         except self._errors as error:
             raise InputError(f"onnxruntime {self._ort.__version__} cannot run the model: {one_line(error)}") from error
 
