@@ -139,6 +139,15 @@ def test_a_range_for_a_dim_nobody_has_is_refused() -> None:
         example_sizes([TensorSpec("x", torch.float32, ("batch", 4))], {"bacth": (1, 4)})
 
 
+@pytest.mark.parametrize("size", [10**12, 10**18])
+@pytest.mark.parametrize("dtype", ["float32", "int64", "complex64"])
+def test_an_example_that_no_memory_holds_ends_the_program(size: int, dtype: str) -> None:
+    def forward(x: Any) -> None: ...
+
+    with pytest.raises(InputError, match=rf"input x: no memory for an example of \[{size}, 16\]: give smaller sizes"):
+        make_call(parse_inputs([f"x={dtype}[rows,16]"]), inspect.signature(forward), parse_dims([f"rows={size}:"]))
+
+
 def test_examples_are_repeatable_and_keep_bounds_and_dtypes() -> None:
     def forward(x: Any, ids: Any, flag: Any) -> None: ...
 

@@ -83,9 +83,21 @@ def example_sizes(specs: Iterable[TensorSpec], ranges: Ranges) -> dict[str, int]
 
 
 def example_tensor(spec: TensorSpec, sizes: Mapping[str, int], seed: int = 0) -> torch.Tensor:
-    """Values for one spec: normal for floats, below ``high`` for integers (0 and 1 without one), mixed for bools."""
+    """Values for one spec: normal for floats, below ``high`` for integers (0 and 1 without one), mixed for bools.
+
+    Raises InputError for a tensor that there is no memory for.
+    """
     generator = torch.Generator().manual_seed(seed + zlib.crc32(spec.path.encode()))
     shape = [d if isinstance(d, int) else sizes[d] for d in spec.shape]
+    try:
+        return _values(spec, shape, generator)
+    except RuntimeError as error:  # torch's word for too little memory, and for more bytes than can be counted
+        raise InputError(
+            f"input {spec.path}: no memory for an example of {shape}: give smaller sizes (of a --dim, the least one)"
+        ) from error
+
+
+def _values(spec: TensorSpec, shape: list[int], generator: torch.Generator) -> torch.Tensor:
     if spec.dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(spec.dtype)
     if spec.dtype.is_complex:
