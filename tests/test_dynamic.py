@@ -93,6 +93,29 @@ def test_a_second_input_fixes_the_batch_or_the_sequence(case: str, example: tupl
         np.testing.assert_allclose(got.numpy(), wanted, rtol=2e-5, atol=5e-6)
 
 
+class Recurrent(nn.Module):
+    """Written out a step at a time, so that the example's steps are all there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(6, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor, more: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+        return torch.as_tensor(self.rnn(x)[0] + self.rnn(more["a"][0])[0].sum(1, keepdim=True))
+
+
+def test_the_axis_that_a_model_fixed_is_not_named(tmp_path: Path) -> None:
+    call = (torch.randn(2, 5, 6), {"a": [torch.randn(2, 4, 6)]})
+    one = {"x": {0: "batch", 1: "steps"}, "more": {"a": [{0: "batch"}]}}
+    says = r"axis 1 of 'x' is fixed at 5: the model needs the example's size, so give a number there"
+    with pytest.raises(InputError, match=says):
+        export_model(Recurrent(), call, out_dir=tmp_path / "b", dynamic_shapes=one)
+    two = {**one, "more": {"a": [{0: "batch", 1: "others"}]}}
+    says = r"axis 1 of 'x' is fixed at 5, axis 1 of 'more.a.0' is fixed at 4: the model needs the example's sizes, so"
+    with pytest.raises(InputError, match=says):
+        export_model(Recurrent(), call, out_dir=tmp_path / "b", dynamic_shapes=two)
+
+
 def test_a_mask_from_a_recipe_fixes_the_sequence(tmp_path: Path) -> None:
     recipe = tmp_path / "masked_for_test.py"
     recipe.write_text(

@@ -6,6 +6,7 @@ import contextlib
 import io
 import linecache
 import logging
+import re
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -21,10 +22,24 @@ _STANDARD = str(Path(contextlib.__file__).parent)
 
 def why_not_traced(error: BaseException) -> str:
     """The innermost cause and the line of the model's code that it comes from, in one line."""
-    said, place = reason(error), _line(error)
+    said, place = _fixed_axes(error) or reason(error), _line(error)
     if "data-dependent" in said or "data dependent" in said:
         said = f"it asks for the value of a tensor, which no graph has: torch.where or torch.cond are traced ({said})"
     return f"{place}: {said}" if place else said
+
+
+_FIXED = re.compile(r"marked L((?:\[[^]]+\])+)\.size\(\)\[(\d+)\] as dynamic but .* to be a constant \((\d+)\)")
+
+
+def _fixed_axes(error: BaseException) -> str:
+    """The axes that were to be dynamic and that the model takes for fixed, as recurrent layers do; "" for none."""
+    found = [
+        f"axis {axis} of '{'.'.join(part.strip(chr(39)) for part in re.findall(r'[^][]+', path))}' is fixed at {size}"
+        for path, axis, size in dict.fromkeys(_FIXED.findall(str(error)))
+    ]
+    many = len(found) > 1
+    advice = f"the model needs the example's size{'s' * many}, so give {'numbers' if many else 'a number'} there"
+    return f"{', '.join(found)}: {advice} in place of {'names' if many else 'a name'}" if found else ""
 
 
 def _line(error: BaseException | None) -> str:
