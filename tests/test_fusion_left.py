@@ -109,6 +109,16 @@ def test_a_mean_over_other_axes_makes_no_layer_norm() -> None:
     check(graph(body), 1)
 
 
+def test_a_row_of_zeros_that_lp_normalization_leaves_zero_becomes_nan() -> None:
+    import numpy as np
+    from fusion_graphs import feeds_of, fused, run
+
+    model = graph("n = LpNormalization<axis = -1, p = 2>(x) m = Mul(n, sd) y = Mul(m, w)")
+    check(model, 0, left=("in float64 it differs",))
+    (x,) = feeds_of(model).values()
+    assert not run(fused(model)[0], {"x": np.zeros_like(x)})[0].any()
+
+
 def test_a_left_layer_norm_loses_the_fusion_that_onnxruntime_has_for_it() -> None:
     from fusion_graphs import feeds_of, fused, op_types, run
 

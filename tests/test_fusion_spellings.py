@@ -70,7 +70,6 @@ SPELLINGS = {
     "clamped root": MEAN + "rt = Sqrt(ms) re = Clip(rt, eps) n = Div(x, re) y = Mul(n, w)",
     "normalize times root d": "t = ReduceL2(x, last) c = Clip(t, eps) s = Shape(x) full = Expand(c, s) "
     "n = Div(x, full) m = Mul(n, sd) y = Mul(m, w)",
-    "lp normalization": "n = LpNormalization<axis = -1, p = 2>(x) m = Mul(n, sd) y = Mul(m, w)",
     "legacy norm": "a = Abs(x) sq = Pow(a, two) t = ReduceSum(sq, last) r = Pow(t, half) s = Mul(r, rsd) "
     "c = Clip(s, eps) n = Div(x, c) y = Mul(n, w)",
     "computed twice": "sq = Mul(x, x) p = Sigmoid(x) q = Sigmoid(x) v = Mul(p, p) ms = ReduceMean(v, last) "
@@ -111,7 +110,6 @@ NO_DOUBLE_KERNEL = {
     "l2 squared",
     "l2 norm and epsilon outside",
     "normalize times root d",
-    "lp normalization",
     "pool over the row",
 }
 

@@ -295,7 +295,8 @@ def _constant_of_shape(node: ir.Node, inputs: Inputs) -> Array:
 
 def _lp_normalization(node: ir.Node, inputs: Inputs) -> Array:
     x, axis, p = _need(inputs, 0), attribute(node, "axis", -1), attribute(node, "p", 2)
-    return np.asarray(x / np.linalg.norm(x, ord=p, axis=axis, keepdims=True))
+    length = np.linalg.norm(x, ord=p, axis=axis, keepdims=True)
+    return np.asarray(x / np.where(length == 0, 1, length))  # of a row of zeros, the standard gives zeros
 
 
 def _rms_normalization(node: ir.Node, inputs: Inputs) -> Array:
