@@ -167,6 +167,66 @@ def quantized() -> tuple[Any, dict[str, Array]]:
     return model_of(nodes, feeds, ["a", "b", "c"], three=np.array(3, np.float32), q=weights, s=draw(8)), feeds
 
 
+def looped(times: int) -> Any:
+    """A norm run several times over, whose loop has no condition, and every step of it as a second output."""
+    step = [helper.make_node("Mul", ["state", "state"], ["square"]), helper.make_node("Identity", ["go"], ["going"])]
+    step += [helper.make_node("ReduceMean", ["square"], ["mean"], axes=[-1]), helper.make_node("Sqrt", ["mean"], ["r"])]
+    step += [helper.make_node("Div", ["state", "r"], ["unit"]), helper.make_node("Add", ["unit", "one"], ["next"])]
+    step += [helper.make_node("Identity", ["next"], ["row"])]
+    inputs = [helper.make_tensor_value_info("i", TensorProto.INT64, [])]
+    inputs += [helper.make_tensor_value_info("go", TensorProto.BOOL, []), info("state", np.zeros((2, 3)))]
+    outputs = [helper.make_tensor_value_info("going", TensorProto.BOOL, []), *(info(n) for n in ("next", "row"))]
+    body = helper.make_graph(step, "body", inputs, outputs)
+    loop = helper.make_node("Loop", ["times", "", "x"], ["y", "rows"], body=body)
+    weights = {"times": np.array(times), "one": np.float32([1])}
+    return model_of([loop], {"x": np.zeros((2, 3), np.float32)}, ["y", "rows"], **weights)
+
+
+@pytest.mark.parametrize("by_runtime", [True, False])
+def test_a_loop_without_a_condition_is_left_out_of_the_truth(
+    tmp_path: Path, request: pytest.FixtureRequest, by_runtime: bool
+) -> None:
+    if not by_runtime:
+        request.getfixturevalue("evaluator")
+    found = program(tmp_path, looped(3))
+    assert found.engine.startswith("ONNX Runtime") == by_runtime
+    x = draw(2, 3)
+    state, rows = x.astype(np.float64), []
+    for _ in range(3):
+        state = state / np.sqrt(np.mean(state * state, -1, keepdims=True)) + 1
+        rows.append(state)
+    y, scanned = found.run({"x": x})
+    np.testing.assert_allclose(y, state, rtol=1e-14)
+    np.testing.assert_allclose(scanned, np.stack(rows), rtol=1e-14)
+
+
+def test_a_loop_of_no_steps_gives_what_it_was_given(tmp_path: Path, evaluator: None) -> None:
+    y, rows = program(tmp_path, looped(0)).run({"x": (x := draw(2, 3))})
+    assert np.array_equal(y, x)
+    assert rows.size == 0
+
+
+def test_a_constant_of_no_axes_gets_one(tmp_path: Path, evaluator: None) -> None:
+    """A scalar index takes an axis away, and the depth of OneHot is a number."""
+    nodes = [helper.make_node("Gather", ["x", "at"], ["y"], axis=1), helper.make_node("Cast", ["y"], ["ids"], to=7)]
+    nodes += [helper.make_node("OneHot", ["ids", "depth", "values"], ["hot"])]
+    x = np.float32([[0.0, 2.0], [5.0, 1.0]])
+    weights = {"at": np.array(1), "depth": np.array(3), "values": np.float32([-1, 1])}
+    y, hot = program(tmp_path, model_of(nodes, {"x": x}, ["y", "hot"], **weights)).run({"x": x})
+    assert np.array_equal(y, [2, 1])
+    assert np.array_equal(hot, [[-1, -1, 1], [-1, 1, -1]])
+
+
+def test_the_statistic_of_a_norm_that_the_optimizer_wrote_is_given_too(tmp_path: Path, evaluator: None) -> None:
+    x, w = draw(2, 8), draw(8)
+    model, feeds = one("SimplifiedLayerNormalization", x, w, outputs=2, domain="", epsilon=1e-5)
+    y, inverse = program(tmp_path, model).run(feeds)
+    wide = x.astype(np.float64)
+    root = np.sqrt(np.mean(wide * wide, -1, keepdims=True) + np.float32(1e-5))
+    np.testing.assert_allclose(inverse, 1 / root, rtol=1e-12)
+    np.testing.assert_allclose(y, wide / root * w, rtol=1e-12)
+
+
 def test_what_has_no_definition_is_run_by_the_runtime_and_all_else_in_float64(tmp_path: Path) -> None:
     model, feeds = quantized()
     lifted = program(tmp_path, model)

@@ -124,9 +124,10 @@ def lift(model: ir.Model) -> dict[str, Array]:
     for graph in _graphs(model):
         for value in graph.initializers.values():
             _lift_initializer(value, arrays if graph is model.graph else None)
-    for value in [*model.graph.inputs, *model.graph.outputs]:
-        if value.dtype in _NARROW:
-            value.type = ir.TensorType(ir.DataType.DOUBLE)
+    for graph in _graphs(model):
+        for value in [*graph.inputs, *graph.outputs]:
+            if value.dtype in _NARROW:
+                value.type = ir.TensorType(ir.DataType.DOUBLE)
     for owner in _owners(model):
         for node in list(ir.traversal.RecursiveGraphIterator(owner)):
             _lift_node(node)
@@ -167,7 +168,7 @@ def _lift_initializer(value: ir.Value, arrays: dict[str, Array] | None) -> None:
         return
     name = str(value.name)
     if tensor.dtype not in _NARROW:
-        value.const_value = ir.tensor(np.ascontiguousarray(tensor.numpy()), dtype=tensor.dtype, name=name)
+        value.const_value = ir.tensor(np.asarray(tensor.numpy(), order="C"), dtype=tensor.dtype, name=name)
         return
     alone = arrays is None or value.is_graph_input() or value.is_graph_output()
     if arrays is None or alone or tensor.nbytes <= _INLINE_BYTES:

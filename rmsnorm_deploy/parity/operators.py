@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from onnx.reference.op_run import OpRun
 from onnx.reference.ops.op_conv import Conv
+from onnx.reference.ops.op_loop import Loop as StandardLoop
 
 from rmsnorm_deploy.parity.ulp import Array
 
@@ -66,8 +67,12 @@ class SimplifiedLayerNormalization(OpRun):
 
     op_domain = ""
 
-    def _run(self, X: Array, scale: Array, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1) -> tuple[Array]:
-        return (_rms(X, scale, axis, epsilon),)
+    def _run(
+        self, X: Array, scale: Array, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
+    ) -> tuple[Array, ...]:
+        wide = _wide(X)
+        inverse = np.reciprocal(np.sqrt(_mean(wide * wide, axis) + epsilon))
+        return (_rms(X, scale, axis, epsilon), inverse)[: len(self.onnx_node.output)]
 
 
 class SkipSimplifiedLayerNormalization(OpRun):
@@ -105,10 +110,40 @@ class SkipLayerNormalization(OpRun):
         return (y if beta is None else y + beta, empty, empty, total)[: len(self.onnx_node.output)]
 
 
+class Loop(StandardLoop):
+    """The standard operator; the onnx package's own takes a condition that is left out for false, and lays what is
+    scanned end to end."""
+
+    op_domain = ""
+    body: Any
+    _run_body: Any
+
+    def _run(
+        self,
+        M: Array | None,
+        cond: Array | None,
+        *carried: Any,
+        context: dict[str, Any] | None = None,
+        body: Any = None,
+        attributes: Any = None,
+        bindings: Any = None,
+    ) -> tuple[Any, ...]:
+        going, step, state = True if cond is None else bool(cond), 0, list(carried)
+        scanned: list[list[Array]] = [[] for _ in range(self.K)]
+        while going and (M is None or step < int(M)):
+            given = (np.array(step, np.int64), np.array(going), *state)
+            feeds = {**(context or {}), **dict(zip(self.body.input_names, given, strict=True))}
+            condition, *results = self._run_body(feeds, attributes=attributes, bindings=bindings)
+            going, step, state = bool(condition), step + 1, results[: self.N]
+            for rows, row in zip(scanned, results[self.N :], strict=True):
+                rows.append(row)
+        return (*state, *(np.stack(rows) if rows else np.zeros(0) for rows in scanned))
+
+
 def _gelu(x: Array) -> Array:
     wide = _wide(x)
     # numpy has no error function
-    erf = torch.erf(torch.from_numpy(np.ascontiguousarray(wide / np.sqrt(2.0)))).numpy()
+    erf = torch.erf(torch.from_numpy(np.asarray(wide / np.sqrt(2.0), order="C"))).numpy()
     return np.asarray(0.5 * wide * (1 + erf.reshape(wide.shape)), x.dtype)
 
 
@@ -283,6 +318,7 @@ def _activated(x: Array, kind: str, parameters: list[float]) -> Array:
 
 
 OWN_OPERATORS = (
+    Loop,
     LayerNormalization,
     RMSNormalization,
     SimplifiedLayerNormalization,

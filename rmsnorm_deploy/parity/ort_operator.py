@@ -95,7 +95,7 @@ class OrtOperator(OpRun):
         taken, session = self._sessions[types]
         narrow = helper.tensor_dtype_to_np_dtype(taken)
         feeds = {
-            name: np.ascontiguousarray(array.astype(narrow) if array.dtype == np.float64 else array)
+            name: np.asarray(array.astype(narrow) if array.dtype == np.float64 else array, order="C")
             for name, array in present.items()
         }
         results = iter(session.run(None, feeds))
