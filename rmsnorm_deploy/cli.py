@@ -134,6 +134,8 @@ def run_command(argv: Sequence[str] | None, command: Callable[[list[str]], int])
         return _fail("terminated", EXIT_TERMINATED, debug)
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_INTERRUPTED, debug)
+    except MemoryError as error:
+        return _fail(f"not enough memory: {error}: smaller sizes in the file or in --dim need less", EXIT_INPUT, debug)
     except OSError as error:
         if error.strerror is None:
             return _fault(error, debug)

@@ -376,6 +376,7 @@ def test_what_a_recipe_prints_is_kept_out_of_the_json(
         (PermissionError(13, "Permission denied", "/x/model.pt"), 2, "error: /x/model.pt: Permission denied"),
         (OSError(28, "No space left on device"), 2, "error: No space left on device"),
         (KeyboardInterrupt(), 130, "error: interrupted"),
+        (MemoryError("5 TiB for x"), 2, "error: not enough memory: 5 TiB for x: smaller sizes in the file or in --dim"),
         (ZeroDivisionError("a\nb"), 70, "error: internal fault, ZeroDivisionError: a b; run again with --debug"),
     ],
 )
