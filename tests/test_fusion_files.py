@@ -228,7 +228,9 @@ def test_skip_simplified_layer_normalization(bias: str, total: str) -> None:
 def test_the_statistic_output_of_an_onnxruntime_norm() -> None:
     body = "y, , v = com.microsoft.SkipSimplifiedLayerNormalization<epsilon = 1e-5>(x, r, w) z = Neg(v)"
     model = graph(body, inputs="float[N, S, 12] x, float[N, S, 12] r", outputs="float[N, S, 12] y, float[N, S, 1] z")
-    assert fused(model)[1].norms == []
+    result = fused(model)[1]
+    assert result.norms == []
+    assert ["its statistic is read" in record.reason for record in result.left] == [True]
 
 
 def test_a_graph_that_onnxruntime_optimized(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rmsnorm_deploy.errors import InputError
 from rmsnorm_deploy.fusion.cleanup import clean_up
 from rmsnorm_deploy.fusion.constants import Constants
 from rmsnorm_deploy.fusion.evaluate import attribute
-from rmsnorm_deploy.fusion.imports import import_graph, infer_shapes
+from rmsnorm_deploy.fusion.imports import SKIP_NORM, import_graph, infer_shapes
 from rmsnorm_deploy.fusion.interpret import Interpreter
 from rmsnorm_deploy.fusion.meaning import Atom
 from rmsnorm_deploy.fusion.prove import Proof, Prover
@@ -124,6 +124,7 @@ class _Search:
                 self.left.append(_left(node, NOT_DIVIDED))
         self.left.extend(_left(node, UNSHAPED) for node in self.interpreter.unshaped[graph])
         self.left.extend(_left(node, LAYER_NORM) for node in graph if _is_layer_norm(node))
+        self.left.extend(_left(node, STATISTIC_READ) for node in graph if node.op_type == SKIP_NORM)
 
     def _leave(self, value: ir.Value, statistic: Atom, reason: str) -> None:
         self.left.append(_left(value.producer(), reason))
@@ -151,6 +152,7 @@ class _Search:
 
 
 LAYER_NORM = "LayerNormalization subtracts the mean: not an RMSNorm"
+STATISTIC_READ = "its statistic is read as well, which ONNX Runtime's op leaves empty"
 NOT_DIVIDED = "nothing divides the tensor that was squared by the root of this mean"
 
 UNSHAPED = "the file says nothing of the shape of what is squared, and it does not follow from the inputs'"

@@ -17,6 +17,7 @@ from rmsnorm_deploy.fusion.bodies import strangers
 from rmsnorm_deploy.opset import ATTRIBUTES, DOMAIN, VARIANT_BY_NAME, is_fused_op, node_attribute
 
 _SIMPLIFIED = "SimplifiedLayerNormalization"
+SKIP_NORM = f"Skip{_SIMPLIFIED}"
 _ORT_DOMAIN = "com.microsoft"
 _FIRST_WITH_DEFAULTS = 4  # the first IR version in which an initializer among the inputs is a default, no constant
 
@@ -168,7 +169,7 @@ def _resolve_cast(node: ir.Node) -> None:
 def _split_contrib_norm(node: ir.Node) -> None:
     if node.op_type == _SIMPLIFIED:
         node.domain = ""
-    elif node.op_type == f"Skip{_SIMPLIFIED}" and _only_norm_and_sum(node):
+    elif node.op_type == SKIP_NORM and _only_norm_and_sum(node):
         _split(node)
 
 
