@@ -283,10 +283,15 @@ def _problem(prepared: Prepared) -> str | None:
     if not prepared.cases:
         skipped = [record.skipped for record in prepared.records if record.skipped]
         return f"no input could be judged: {skipped[0] if skipped else 'there are no samples'}"
-    truths = [truth for case in prepared.cases for truth in case.truth.values() if truth.size]
-    if truths and not any(np.isfinite(truth).any() for truth in truths):
+    truths = [truth for case in prepared.cases for truth in case.truth.values()]
+    if all(isinstance(truth, np.ndarray) and _holds_none(truth) for truth in truths) and any(t.size for t in truths):
         return "the model gives nothing but NaN and infinity, on every input"
     return None
+
+
+def _holds_none(truth: Array) -> bool:
+    """Whether no element is a finite number."""
+    return truth.size == 0 or (truth.dtype.kind == "f" and not np.isfinite(truth).any())
 
 
 def _with_norms(result: BackendResult, sites: Sequence[SiteError]) -> BackendResult:
