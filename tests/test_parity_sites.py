@@ -50,6 +50,27 @@ def test_truth_at_every_norm_is_pytorchs_in_double(llama: Any) -> None:
         )  # the module casts to single itself
 
 
+def test_a_runtime_that_holds_a_norms_input_unrounded_is_not_blamed_for_it(tmp_path: Path) -> None:
+    class Small(torch.nn.Module):
+        """A norm of numbers among float16's subnormals, whose roundings it enlarges."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear, self.norm = torch.nn.Linear(32, 32, bias=False), torch.nn.RMSNorm(32, eps=1e-6)
+            with torch.no_grad():
+                self.linear.weight.mul_(1e-3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = x + self.norm(self.linear(x * 2**-8))
+            return result
+
+    made = export_model(Small().half().eval(), (torch.randn(2, 5, 32).half(),), out_dir=tmp_path / "b")
+    report = run_parity(made, backends=["onnxruntime", "onnxruntime-unoptimized"])
+    assert report.ok
+    assert max(site.own_max or 0.0 for site in report.sites) > norm_budget("float16", 32).max
+
+
 def test_a_clean_bundle_passes_at_every_norm_and_says_by_how_much(llama: Any) -> None:
     report = run_parity(llama, backends=["onnxruntime", "onnxruntime-unoptimized"], samples=few_samples(llama))
     assert report.ok
