@@ -267,11 +267,7 @@ def _spell_exponential_unit(node: ir.Node) -> None:
     unit = add("Where", add("Greater", x, zero), x, below)
     result = add("Mul", unit, number(gamma))
     node.graph.insert_before(node, made)
-    output = node.outputs[0]
-    if output.is_graph_output():
-        result.type, result.shape = ir.TensorType(ir.DataType.DOUBLE), output.shape
-        result.name, output.name = output.name, f"{output.name}_narrow"
-    output.replace_all_uses_with(result, replace_graph_outputs=True)
+    _stand_for(node.outputs[0], result)
     node.graph.remove(node)
 
 
@@ -292,13 +288,17 @@ def _isolate(node: ir.Node, operands: Iterable[int], results: Iterable[int]) -> 
 
 
 def _take_over(narrow: ir.Value, cast: ir.Node) -> None:
-    """Let every user of ``narrow`` read the cast instead; a graph's output passes on its name too."""
-    wide = cast.outputs[0]
+    """Let every user of ``narrow`` read the cast of it instead."""
+    _stand_for(narrow, cast.outputs[0])
+    cast.replace_input_with(0, narrow)
+
+
+def _stand_for(narrow: ir.Value, wide: ir.Value) -> None:
+    """Let every user of ``narrow`` read ``wide`` instead; a graph's output passes on its name too."""
     if narrow.is_graph_output():
         wide.type, wide.shape = ir.TensorType(ir.DataType.DOUBLE), narrow.shape
         wide.name, narrow.name = narrow.name, f"{narrow.name}_narrow"
     narrow.replace_all_uses_with(wide, replace_graph_outputs=True)
-    cast.replace_input_with(0, narrow)
 
 
 def _widen(array: Any) -> Array:
